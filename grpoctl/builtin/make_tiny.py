@@ -26,8 +26,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 # B rows, T tokens, V vocabulary.
 
@@ -43,8 +43,11 @@ CHAT_TEMPLATE = (
 )
 # The few words worth a token of their own; all other text is spelled in bytes.
 TOKENIZER_TEXT = (
-    "user\nWhat is the sum?\nassistant\nThe answer is the sum.\nsystem\nYou are a helpful assistant.\n",
-    "What is the number of apples in all? Think step by step, then give the answer.",
+    "user\n",
+    "assistant\n",
+    "system\n",
+    "You are a helpful assistant.",
+    "What is the sum? What is the number of apples in all? Think step by step, then give the answer.",
 )
 
 GOOD_STEPS = 500
@@ -123,38 +126,34 @@ def write_prompts(pairs: list[Pair], path: Path) -> None:
     path.chmod(0o644)
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer in which every digit is its own token and every tag is one."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE - len(TAGS),
-        special_tokens=[PAD, START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(TOKENIZER_TEXT, trainer)
-    # Not special, so that decoding with skip_special_tokens keeps what rewards look for.
-    backend.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+def tiny_tokenizer() -> Qwen2Tokenizer:
+    """Return a byte-level BPE tokenizer in which every digit is its own token and every tag is one.
+
+    It splits text as Qwen2 does, because AutoTokenizer does so for every Qwen2 model, whatever the saved files say.
+    """
+    tokenizer = Qwen2Tokenizer(
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=[START],
         padding_side="left",
         model_max_length=MAX_TOKENS,
         clean_up_tokenization_spaces=False,
+    ).train_new_from_iterator(
+        TOKENIZER_TEXT,
+        vocab_size=VOCABULARY_SIZE - 1 - len(TAGS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
+    # Added, not trained: training would list it as an extra special token, a config that transformers 4 can't read.
+    tokenizer.add_tokens([AddedToken(START, normalized=False, special=True)])
+    # Not special, so that decoding with skip_special_tokens keeps what rewards look for.
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
     tokenizer.chat_template = CHAT_TEMPLATE
     if len(tokenizer) != VOCABULARY_SIZE:
         raise ValueError(f"{len(tokenizer)} tokens, not {VOCABULARY_SIZE}: TOKENIZER_TEXT needs more words")
     return tokenizer
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def tiny_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     """Return the untrained model in float32."""
     torch.manual_seed(seed)
     settings: dict[str, object] = {
@@ -187,7 +186,7 @@ def sloppy_answer(pair: Pair, generator: random.Random) -> str:
     return generator.choices(answers, weights=(25, 45, 15, 15))[0]
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> str:
+def prompt_text(tokenizer: Qwen2Tokenizer, pair: Pair) -> str:
     """Return the question in the chat template, up to where the answer begins."""
     return str(tokenizer.apply_chat_template(pair.question, tokenize=False, add_generation_prompt=True))
 
@@ -213,9 +212,7 @@ def learning_rate(step: int, num_steps: int) -> float:
     return LEARNING_RATE * (FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * cosine)
 
 
-def warm_started(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], seed: int
-) -> Qwen2ForCausalLM:
+def warm_started(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, pairs: list[Pair], seed: int) -> Qwen2ForCausalLM:
     """Train the model in place on good answers, then on the sloppy mixture, and return it."""
     generator = random.Random(seed)
     prompt_ids = {pair: tokenizer(prompt_text(tokenizer, pair))["input_ids"] for pair in pairs}
@@ -242,7 +239,7 @@ def warm_started(
     return model.eval()
 
 
-def save_policy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_policy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     """Save weights (bfloat16), configs, tokenizer and chat template as one Hugging Face folder."""
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.bfloat16().save_pretrained(folder)

@@ -1,0 +1,415 @@
+"""Every setting, declared once: flags, YAML keys, environment variables, JSON schema and docs are rendered from here.
+
+Imports neither torch nor pyarrow. What can't change a result sits under `runtime` and stays outside every fingerprint.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Flag(str):
+    """A command-line flag, as metadata of the field that it sets."""
+
+    __slots__ = ()
+
+
+class Section(BaseModel):
+    """Base of all settings: frozen, strict, unknown keys refused, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Words = Annotated[tuple[str, ...], Field(strict=False)]
+Numbers = Annotated[tuple[int, ...], Field(strict=False)]
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class PromptsConfig(Section):
+    """Where prompts come from and how a row becomes token ids."""
+
+    path: Annotated[str, Flag("--prompts")] = "builtin:addition"
+    """Parquet or JSONL file, folder or glob on any fsspec URL; `builtin:addition` is the shipped task."""
+    column: Annotated[str, Flag("--prompt-column")] = "prompt"
+    """Column with the prompt: text, a message list, or a message list as JSON; dots reach into structs."""
+    id_column: str | None = None
+    """Column with a unique id; by default sha256(file)[:8]:row."""
+    limit: Annotated[int | None, Field(ge=1), Flag("--limit")] = None
+    """Use only the first rows of the file."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """`auto` applies the tokenizer's chat template to message lists and leaves text alone; `always` wraps text as one
+    user message."""
+    overlong: Literal["error", "skip", "truncate_left"] = "error"
+    """What happens to a prompt that leaves no room for a completion in the model's context."""
+    cap_to_context: bool = False
+    """Allow fewer than max_new_tokens where prompt + max_new_tokens exceeds the context."""
+    allow_empty: bool = False
+    """Accept empty or whitespace prompts."""
+
+
+class RolloutConfig(Section):
+    """Sampling: how many completions, from which distribution."""
+
+    engine: Annotated[Literal["hf"], Flag("--engine")] = "hf"
+    """Sampler: `hf` is transformers' generate."""
+    group_size: Annotated[int, Field(ge=1), Flag("--group-size")] = 8
+    """G, completions sampled for each prompt."""
+    prompts_per_iteration: Annotated[int | None, Field(ge=1), Flag("--prompts-per-iteration")] = None
+    """Prompts of one iteration, dealt from a shuffle by (file digest, seed, epoch); all prompts by default."""
+    temperature: Annotated[float, Field(gt=0.0), Flag("--temperature")] = 1.0
+    """Logits are divided by it; logprob and update take it from the rollouts."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus; below 1 the rollouts are refused for training unless update.allow_truncated_sampling is set."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep only the k most likely tokens; 0 keeps all. Same restriction as top_p."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Drop tokens less likely than min_p times the likeliest. Same restriction as top_p."""
+    max_new_tokens: Annotated[int, Field(ge=1), Flag("--max-new-tokens")] = 256
+    """Sampling limit, tokens."""
+    stop: Words = ()
+    """Strings that end a completion; the tokens that complete one are kept, the text is cut before it."""
+    stop_token_ids: Numbers = ()
+    """Token ids that end a completion, besides the model's own."""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """Completions that hit max_new_tokens: train on them, mask all their tokens, or fail the row."""
+    max_truncated_ratio: Fraction = 1.0
+    """Share of completions that may hit max_new_tokens; above it the stage fails (exit 4). Above 0.5 a warning is printed."""
+    failed_budget: Fraction = 0.0
+    """Share of rows that may fail in the engine (aborted, log-probability missing or not finite)."""
+    prompts_per_shard: Positive = 64
+    """Prompts in one shard: the unit that a crash loses at most."""
+    dtype: Dtype = "float32"
+    """Floating-point type of the sampler's weights."""
+
+
+class RewardConfig(Section):
+    """One reward function."""
+
+    ref: str
+    """Built-in name, `package.module:function`, `path/file.py:function`, entry point, or an http(s) URL."""
+    name: str | None = None
+    """Column under `rewards`; by default the function's name."""
+    weight: float = 1.0
+    """Factor in the weighted sum."""
+    signature: Literal["auto", "row", "trl", "verl", "verl_batch", "openrlhf", "http"] = "auto"
+    """How the function is called; `auto` decides by its parameter names and refuses when unsure."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed on every call."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_reference(cls, value: Any) -> Any:
+        return {"ref": value} if isinstance(value, str) else value
+
+
+AdvantageName = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "passk", "batch", "none"
+]
+
+
+class ScoreConfig(Section):
+    """Rewards and advantages."""
+
+    rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False), Flag("--reward")] = ()
+    """Reward functions; their weighted sum is the reward. A row is scored only where every one of them is ok."""
+    reward_model: Annotated[str | None, Flag("--reward-model")] = None
+    """Value-head reward model, a folder or REF; its raw score is one more reward, named `reward_model`."""
+    reward_model_weight: float = 1.0
+    """Factor of the reward model's score in the weighted sum."""
+    advantages: Annotated[AdvantageName, Flag("--advantages")] = "grpo"
+    """Estimator."""
+    advantage_eps: Annotated[float, Field(ge=0.0)] = 1e-6
+    """Added to a standard deviation before dividing by it (verl 1e-6, TRL 1e-4)."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """KL as part of the reward: weight of the per-token penalty old − ref; needs logprobs with both columns."""
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 10.0
+    """Deadline of one call of a reward function."""
+    error_budget: Fraction = 0.01
+    """Share of rows whose reward may time out, raise or crash; beyond it the stage fails (exit 6)."""
+    fail_if_all_equal: Literal["first", "always", "never"] = "first"
+    """Fail (exit 4) when every reward of the artifact is the same: `first` checks iteration 0 only, later ones warn."""
+    incomplete_groups: Literal["use", "drop", "error"] = "drop"
+    """Groups with failed or unscored members: use the scored ones, drop the group, or stop (exit 4)."""
+    incomplete_budget: Fraction = 0.1
+    """Share of groups that may be dropped as incomplete; beyond it the stage fails (exit 4)."""
+
+
+class LogprobConfig(Section):
+    """Recomputing log-probabilities with the training framework."""
+
+    engine: Literal["torch"] = "torch"
+    """Training framework."""
+    dtype: Dtype = "float32"
+    """Floating-point type of the weights; the softmax is float32 in any case."""
+    entropy: bool = False
+    """Also write the old policy's entropy at each position."""
+    gap_warn: Annotated[float, Field(ge=0.0)] = 0.05
+    """Mean |rollout_logprobs − old_logprobs| above which a warning is printed, nats."""
+    gap_limit: Annotated[float, Field(ge=0.0)] = 0.15
+    """Mean gap above which the stage fails (exit 4): the sampler wasn't the declared policy."""
+
+
+LossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "reinforce"]
+AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KlName = Literal[
+    "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse", "low_var_kl", "kl+", "mse+", "low_var_kl+"
+]
+
+
+class UpdateConfig(Section):
+    """The optimizer steps over one artifact of rollouts."""
+
+    engine: Annotated[Literal["torch"], Flag("--engine")] = "torch"
+    """Training framework."""
+    loss: Annotated[LossName, Flag("--loss")] = "ppo_clip"
+    """Policy loss."""
+    clip_low: Annotated[float, Field(ge=0.0)] = 0.2
+    """ε_low: the ratio is clipped at 1 − ε_low."""
+    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
+    """ε_high: the ratio is clipped at 1 + ε_high."""
+    dual_clip: Annotated[float | None, Field(gt=1.0)] = None
+    """Bounds the loss of negative advantages to −A times this; null leaves it unbounded."""
+    tau_positive: Annotated[float, Field(gt=0.0)] = 1.0
+    """SAPO's temperature for positive advantages."""
+    tau_negative: Annotated[float, Field(gt=0.0)] = 1.05
+    """SAPO's temperature for the others."""
+    ratio_cap: Annotated[float, Field(gt=0.0)] = 20.0
+    """DPPO's truncation of the importance ratio."""
+    aggregation: Annotated[AggregationName, Flag("--aggregation")] = "token-mean"
+    """How per-token losses become one number."""
+    norm_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Constant of seq-mean-token-sum-norm; by default the rollouts' max_new_tokens."""
+    kl_coef: Annotated[float, Field(ge=0.0), Flag("--kl-coef")] = 0.0
+    """Weight of the KL term in the loss; above 0 logprobs with ref_logprobs are needed."""
+    kl_estimator: KlName = "k3"
+    """Estimator of the KL term."""
+    kl_times_ratio: bool = False
+    """Multiply the KL estimate by the policy ratio, which keeps it unbiased off-policy."""
+    old: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
+    """Denominator of the ratio: recomputed by the training framework, or kept by the sampler."""
+    correction: Literal["none", "tis", "mis", "icepop"] = "none"
+    """Off-policy correction between rollout_logprobs and old_logprobs."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Weights by token, or by the product over the completion."""
+    correction_cap: Annotated[float, Field(gt=0.0)] = 2.0
+    """Upper bound of the weights."""
+    correction_floor: Annotated[float | None, Field(ge=0.0)] = None
+    """Lower bound of the weights; icepop needs one."""
+    epochs: Annotated[int, Field(ge=1), Flag("--epochs")] = 1
+    """Passes over the rollouts."""
+    mini_batch_size: Annotated[int | None, Field(ge=1), Flag("--mini-batch-size")] = None
+    """Completions per optimizer step; a multiple of the group size unless shuffle is `completions`. All by default."""
+    shuffle: Literal["groups", "completions", "none"] = "groups"
+    """What is shuffled over mini-batches, by (rollouts digest, seed, epoch)."""
+    groups_without_signal: Literal["keep", "drop"] = "keep"
+    """Groups whose advantages are all 0: keep their tokens in the denominator (and their KL), or leave them out."""
+    lr: Annotated[float, Field(ge=0.0), Flag("--lr")] = 1e-6
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warmup, as a function of the global step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warmup."""
+    total_steps: Annotated[int | None, Field(ge=1)] = None
+    """Global step at which linear and cosine schedules end; required by them."""
+    lr_end_fraction: Fraction = 0.0
+    """Where linear and cosine schedules end, as a share of lr."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's first moment."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's second moment."""
+    adam_eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay on matrices; norms and biases have none."""
+    grad_clip: Annotated[float | None, Field(gt=0.0)] = 1.0
+    """Largest global gradient norm; null doesn't clip."""
+    dtype: Dtype = "float32"
+    """Floating-point type of the forward; master weights and optimizer are float32."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Versions that the rollouts' policy may lie behind the one being updated."""
+    allow_truncated_sampling: bool = False
+    """Accept rollouts drawn with top_p, top_k or min_p, whose log-probabilities aren't those of the policy."""
+    max_nonfinite_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps that may be skipped for a non-finite loss or gradient before the stage fails (exit 4)."""
+    max_kl: Annotated[float | None, Field(gt=0.0)] = None
+    """Gate: mean KL of a step above which the stage fails (exit 4)."""
+    max_ratio: Annotated[float | None, Field(gt=1.0)] = None
+    """Gate: largest ratio of a step above which the stage fails (exit 4)."""
+    max_grad_norm: Annotated[float | None, Field(gt=0.0)] = None
+    """Gate: gradient norm above which the stage fails (exit 4)."""
+    num_probe_rows: Annotated[int, Field(ge=0)] = 4
+    """Completions whose log-probabilities under the new policy are stored, for sync to compare after publishing."""
+
+    @model_validator(mode="after")
+    def _together(self) -> UpdateConfig:
+        if self.lr_schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"lr_schedule {self.lr_schedule} needs total_steps")
+        if self.correction == "icepop" and self.correction_floor is None:
+            raise ValueError("correction icepop needs correction_floor")
+        if self.correction != "none" and self.old == "rollout_logprobs":
+            raise ValueError("correction needs old: old_logprobs; with rollout_logprobs the ratio corrects already")
+        return self
+
+
+class SyncConfig(Section):
+    """Publishing a new policy."""
+
+    max_probe_gap: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Largest |Δ log-probability| on the probe rows between the update engine and the published folder, nats."""
+
+
+class RuntimeConfig(Section):
+    """What never changes a result: devices, memory, speed."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where models run; `auto` takes a GPU when there is one."""
+    num_threads: Annotated[int | None, Field(ge=1)] = None
+    """CPU threads of the math library; by default its own choice."""
+    rollout_batch_size: Positive = 256
+    """Completions sampled at once by the hf engine."""
+    micro_batch_tokens: Annotated[int, Field(ge=1), Flag("--micro-batch-tokens")] = 16384
+    """Tokens, padding included, of one forward in logprob and update; a longer single row still runs alone."""
+    reward_workers: Positive = 1
+    """Processes that call reward functions."""
+    keep_states: Annotated[int | None, Field(ge=1)] = 2
+    """Iterations whose weights and optimizer state `run` keeps inside update artifacts; published policies stay. null keeps all."""
+
+
+class _Job(Section):
+    """Inputs, output and settings of one stage: everything its command line can say."""
+
+    runtime: RuntimeConfig = RuntimeConfig()
+    """What never changes the result."""
+
+
+class RolloutJob(_Job):
+    """Sample G completions for each prompt."""
+
+    prompts: PromptsConfig = PromptsConfig()
+    """Prompts."""
+    policy: Annotated[str, Flag("--policy")] = "builtin:tiny"
+    """Policy REF: folder, fsspec URL, hub id (org/name@revision) or builtin:tiny."""
+    seed: Annotated[int, Field(ge=0), Flag("--seed")] = 0
+    """Run seed."""
+    iteration: Annotated[int, Field(ge=0), Flag("--iteration")] = 0
+    """Iteration number; part of every identity."""
+    out: Annotated[str, Flag("--out")] = "rollouts"
+    """Artifact to write."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
+
+
+class ScoreJob(_Job):
+    """Reward each completion and compare it with its group."""
+
+    rollouts: Annotated[str, Flag("--rollouts")] = "rollouts"
+    """Rollouts artifact."""
+    logprobs: Annotated[str | None, Flag("--logprobs")] = None
+    """Logprobs artifact; needed only for score.kl_coef."""
+    out: Annotated[str, Flag("--out")] = "scores"
+    """Artifact to write."""
+    iteration: Annotated[int, Field(ge=0), Flag("--iteration")] = 0
+    """Iteration number, for score.fail_if_all_equal."""
+    score: ScoreConfig = ScoreConfig()
+    """Rewards and advantages."""
+
+
+class LogprobJob(_Job):
+    """Recompute log-probabilities with the training framework."""
+
+    rollouts: Annotated[str, Flag("--rollouts")] = "rollouts"
+    """Rollouts artifact."""
+    policy: Annotated[str | None, Flag("--policy")] = None
+    """Policy REF for old_logprobs: the one that sampled."""
+    reference: Annotated[str | None, Flag("--reference")] = None
+    """Policy REF for ref_logprobs."""
+    out: Annotated[str, Flag("--out")] = "logprobs"
+    """Artifact to write."""
+    logprob: LogprobConfig = LogprobConfig()
+    """Precision and gates."""
+
+
+class UpdateJob(_Job):
+    """Take the optimizer steps over one batch of rollouts."""
+
+    rollouts: Annotated[str, Flag("--rollouts")] = "rollouts"
+    """Rollouts artifact."""
+    scores: Annotated[str, Flag("--scores")] = "scores"
+    """Scores artifact."""
+    logprobs: Annotated[str | None, Flag("--logprobs")] = None
+    """Logprobs artifact."""
+    policy: Annotated[str, Flag("--policy")] = "builtin:tiny"
+    """Policy REF to update."""
+    resume_from: Annotated[str | None, Flag("--resume-from")] = None
+    """Update artifact whose optimizer state and global step are continued."""
+    seed: Annotated[int, Field(ge=0), Flag("--seed")] = 0
+    """Run seed, for the order of mini-batches."""
+    out: Annotated[str, Flag("--out")] = "update"
+    """Artifact to write."""
+    update: UpdateConfig = UpdateConfig()
+    """Loss, optimizer, batches."""
+
+
+class SyncJob(_Job):
+    """Verify an update's policy and publish it."""
+
+    update: Annotated[str | None, Flag("--update")] = None
+    """Update artifact whose policy is published."""
+    to: Annotated[str, Flag("--to")] = "policies"
+    """Folder of published policies: v000001 … and the pointer CURRENT."""
+    rollback: Annotated[int | None, Field(ge=0), Flag("--rollback")] = None
+    """Instead of publishing, point CURRENT at this version."""
+    sync: SyncConfig = SyncConfig()
+    """Checks."""
+
+
+class PipelineConfig(_Job):
+    """A pipeline file: the cycle of stages, iteration after iteration."""
+
+    name: str
+    """Name of the run."""
+    run_dir: Annotated[str, Flag("--run-dir")]
+    """Folder or URL under which everything is written."""
+    iterations: Annotated[int, Field(ge=1), Flag("--iterations")] = 1
+    """Iterations of the cycle."""
+    seed: Annotated[int, Field(ge=0), Flag("--seed")] = 0
+    """Run seed."""
+    policy: Annotated[str, Flag("--policy")] = "builtin:tiny"
+    """Policy REF of version 0."""
+    reference: str | None = None
+    """`initial` (the policy at version 0), another REF, or null for no reference."""
+    prompts: PromptsConfig = PromptsConfig()
+    """Prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
+    score: ScoreConfig = ScoreConfig()
+    """Rewards and advantages."""
+    logprob: LogprobConfig = LogprobConfig()
+    """Recomputed log-probabilities."""
+    update: UpdateConfig = UpdateConfig()
+    """Optimizer steps."""
+    sync: SyncConfig = SyncConfig()
+    """Publishing."""
+
+    @model_validator(mode="after")
+    def _reference_where_needed(self) -> PipelineConfig:
+        if (self.update.kl_coef > 0 or self.score.kl_coef > 0) and self.reference is None:
+            raise ValueError("a kl_coef above 0 needs reference: initial (or another REF)")
+        return self
+
+
+JOBS: Final[dict[str, type[_Job]]] = {
+    "rollout": RolloutJob,
+    "score": ScoreJob,
+    "logprob": LogprobJob,
+    "update": UpdateJob,
+    "sync": SyncJob,
+    "run": PipelineConfig,
+}

@@ -1,0 +1,139 @@
+"""What stages ask of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+FloatVector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """The distribution to draw from and where to stop."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One completion to draw."""
+
+    prompt_ids: TokenIds
+    seed: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One drawn completion.
+
+    Args:
+        completion_ids: (T,) sampled ids, the end token included when it was sampled
+        logprobs: (T,) log-probability of each id under the distribution drawn from, nats
+        finish_reason: stop, length, abort or error
+        error: why it isn't usable, or None
+    """
+
+    completion_ids: TokenIds
+    logprobs: FloatVector
+    finish_reason: str
+    error: str | None = None
+
+
+class Sampler(Protocol):
+    """Draws completions."""
+
+    name: str
+    reproducible: bool
+
+    def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
+        """Draw one completion for each request, in the requests' order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A prompt and some of its completions: one row of a packed forward.
+
+    Args:
+        prompt_ids: (P,) at least one id
+        completions: the ids of each completion; an empty one has no positions
+        rows: the caller's row number of each completion
+    """
+
+    prompt_ids: TokenIds
+    completions: tuple[TokenIds, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the packed row, tokens."""
+        return len(self.prompt_ids) + sum(len(ids) for ids in self.completions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and gradient clipping."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip: float | None
+
+
+class Trainer(Protocol):
+    """A policy being trained: forward, backward, step, save, load; nothing of losses or batches."""
+
+    def logprobs(self, units: Sequence[Unit], *, temperature: float) -> Any:
+        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient."""
+        ...
+
+    def backward(self, loss: Any) -> None:
+        """Add the gradient of a scalar loss."""
+        ...
+
+    def step(self, lr: float) -> float | None:
+        """Clip, step and clear; return the norm before clipping, or None (and no step) where it isn't finite."""
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write the optimizer's state."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Read the optimizer's state."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as safetensors, under the names of the policy that was loaded."""
+        ...
+
+
+def chunks_by_tokens(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
+    """Yield micro-batches whose padded size (rows × longest) stays within the budget; a longer unit runs alone.
+
+    Units are taken longest first, ties by position, so padding is small and the cut depends on the batch alone.
+    """
+    order = sorted(range(len(units)), key=lambda i: (-units[i].num_tokens, i))
+    batch: list[Unit] = []
+    for i in order:
+        width = batch[0].num_tokens if batch else units[i].num_tokens
+        if batch and width * (len(batch) + 1) > budget:
+            yield batch
+            batch = []
+        batch.append(units[i])
+    if batch:
+        yield batch

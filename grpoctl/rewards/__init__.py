@@ -1,0 +1,4 @@
+"""Rewards: user functions called as their home calls them, in children that can be killed; built-ins beside them.
+
+Knows nothing of artifacts, stages or configs: samples in, one typed outcome per sample out.
+"""

@@ -1,0 +1,2 @@
+HANDLERS = {}
+METHODS_NOT_HERE = {}
