@@ -16,12 +16,27 @@ class Flag(str):
     __slots__ = ()
 
 
+class Gate:
+    """Marks a limit that only decides whether a result is accepted; it stays outside the fingerprint, as `runtime` does."""
+
+
+GATE: Final = Gate()
+
+
 class Section(BaseModel):
     """Base of all settings: frozen, strict, unknown keys refused, no NaN or infinity."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def defining(section: Section) -> dict[str, Any]:
+    """Return the settings of a section that define a result: all but its gates."""
+    gates = {
+        name for name, field in type(section).model_fields.items() if any(isinstance(m, Gate) for m in field.metadata)
+    }
+    return section.model_dump(mode="json", exclude=gates)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -79,9 +94,9 @@ class RolloutConfig(Section):
     """Token ids that end a completion, besides the model's own."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
     """Completions that hit max_new_tokens: train on them, mask all their tokens, or fail the row."""
-    max_truncated_ratio: Fraction = 1.0
-    """Share of completions that may hit max_new_tokens; above it the stage fails (exit 4). Above 0.5 a warning is printed."""
-    failed_budget: Fraction = 0.0
+    max_truncated_ratio: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 1.0
+    """Share of completions that may hit max_new_tokens; above it the stage fails (exit 4); above 0.5 it warns."""
+    failed_budget: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 0.0
     """Share of rows that may fail in the engine (aborted, log-probability missing or not finite)."""
     prompts_per_shard: Positive = 64
     """Prompts in one shard: the unit that a crash loses at most."""
@@ -102,6 +117,8 @@ class RewardConfig(Section):
     """How the function is called; `auto` decides by its parameter names and refuses when unsure."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on every call."""
+    allow_null: bool = False
+    """Hand a null reference column to the function as None instead of refusing the data."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,7 +135,7 @@ class ScoreConfig(Section):
     """Rewards and advantages."""
 
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False), Flag("--reward")] = ()
-    """Reward functions; their weighted sum is the reward. A row is scored only where every one of them is ok."""
+    """Reward functions; the reward is the weighted sum of those that scored the row (None leaves one out, as in TRL)."""
     reward_model: Annotated[str | None, Flag("--reward-model")] = None
     """Value-head reward model, a folder or REF; its raw score is one more reward, named `reward_model`."""
     reward_model_weight: float = 1.0
@@ -131,13 +148,13 @@ class ScoreConfig(Section):
     """KL as part of the reward: weight of the per-token penalty old − ref; needs logprobs with both columns."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 10.0
     """Deadline of one call of a reward function."""
-    error_budget: Fraction = 0.01
+    error_budget: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 0.01
     """Share of rows whose reward may time out, raise or crash; beyond it the stage fails (exit 6)."""
-    fail_if_all_equal: Literal["first", "always", "never"] = "first"
+    fail_if_all_equal: Annotated[Literal["first", "always", "never"], GATE] = "first"
     """Fail (exit 4) when every reward of the artifact is the same: `first` checks iteration 0 only, later ones warn."""
     incomplete_groups: Literal["use", "drop", "error"] = "drop"
     """Groups with failed or unscored members: use the scored ones, drop the group, or stop (exit 4)."""
-    incomplete_budget: Fraction = 0.1
+    incomplete_budget: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 0.1
     """Share of groups that may be dropped as incomplete; beyond it the stage fails (exit 4)."""
 
 
@@ -150,9 +167,9 @@ class LogprobConfig(Section):
     """Floating-point type of the weights; the softmax is float32 in any case."""
     entropy: bool = False
     """Also write the old policy's entropy at each position."""
-    gap_warn: Annotated[float, Field(ge=0.0)] = 0.05
+    gap_warn: Annotated[float, Field(ge=0.0), GATE] = 0.05
     """Mean |rollout_logprobs − old_logprobs| above which a warning is printed, nats."""
-    gap_limit: Annotated[float, Field(ge=0.0)] = 0.15
+    gap_limit: Annotated[float, Field(ge=0.0), GATE] = 0.15
     """Mean gap above which the stage fails (exit 4): the sampler wasn't the declared policy."""
 
 
@@ -232,18 +249,22 @@ class UpdateConfig(Section):
     """Largest global gradient norm; null doesn't clip."""
     dtype: Dtype = "float32"
     """Floating-point type of the forward; master weights and optimizer are float32."""
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: Annotated[int, Field(ge=0), GATE] = 0
     """Versions that the rollouts' policy may lie behind the one being updated."""
-    allow_truncated_sampling: bool = False
+    allow_truncated_sampling: Annotated[bool, GATE] = False
     """Accept rollouts drawn with top_p, top_k or min_p, whose log-probabilities aren't those of the policy."""
     max_nonfinite_steps: Annotated[int, Field(ge=0)] = 0
     """Steps that may be skipped for a non-finite loss or gradient before the stage fails (exit 4)."""
-    max_kl: Annotated[float | None, Field(gt=0.0)] = None
+    max_kl: Annotated[float | None, Field(gt=0.0), GATE] = None
     """Gate: mean KL of a step above which the stage fails (exit 4)."""
-    max_ratio: Annotated[float | None, Field(gt=1.0)] = None
+    max_ratio: Annotated[float | None, Field(gt=1.0), GATE] = None
     """Gate: largest ratio of a step above which the stage fails (exit 4)."""
-    max_grad_norm: Annotated[float | None, Field(gt=0.0)] = None
+    max_grad_norm: Annotated[float | None, Field(gt=0.0), GATE] = None
     """Gate: gradient norm above which the stage fails (exit 4)."""
+    entropy: bool = True
+    """Report the policy's mean entropy at each step."""
+    token_stats: bool = False
+    """Write per-token log-probability, ratio, clip and loss of the first epoch beside the steps."""
     num_probe_rows: Annotated[int, Field(ge=0)] = 4
     """Completions whose log-probabilities under the new policy are stored, for sync to compare after publishing."""
 
@@ -261,7 +282,7 @@ class UpdateConfig(Section):
 class SyncConfig(Section):
     """Publishing a new policy."""
 
-    max_probe_gap: Annotated[float, Field(gt=0.0)] = 1e-3
+    max_probe_gap: Annotated[float, Field(gt=0.0), GATE] = 1e-3
     """Largest |Δ log-probability| on the probe rows between the update engine and the published folder, nats."""
 
 
@@ -279,7 +300,7 @@ class RuntimeConfig(Section):
     reward_workers: Positive = 1
     """Processes that call reward functions."""
     keep_states: Annotated[int | None, Field(ge=1)] = 2
-    """Iterations whose weights and optimizer state `run` keeps inside update artifacts; published policies stay. null keeps all."""
+    """Iterations whose optimizer state `run` keeps; older ones are dropped, published policies stay. null keeps all."""
 
 
 class _Job(Section):
@@ -315,8 +336,6 @@ class ScoreJob(_Job):
     """Logprobs artifact; needed only for score.kl_coef."""
     out: Annotated[str, Flag("--out")] = "scores"
     """Artifact to write."""
-    iteration: Annotated[int, Field(ge=0), Flag("--iteration")] = 0
-    """Iteration number, for score.fail_if_all_equal."""
     score: ScoreConfig = ScoreConfig()
     """Rewards and advantages."""
 

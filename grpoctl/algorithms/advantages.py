@@ -57,7 +57,7 @@ def advantages(
 
     Returns:
         (B,) float64, NaN exactly where the reward is NaN. Groups whose scored rewards are all equal get exactly 0
-        (`none` and the batch-whitened `reinforce_plus_plus_baseline` excepted: these aren't relative to the group alone).
+        (`none` and the batch-whitened `reinforce_plus_plus_baseline` excepted: they aren't relative to the group alone).
 
     Raises:
         ValueError: an unknown method, arrays of different lengths, infinite rewards, or lengths missing where needed.

@@ -1,7 +1,7 @@
 """How a matrix of per-token losses becomes one number, numerator and denominator apart.
 
 The denominator belongs to the mini-batch: it is computed from the files' lengths before the first forward. Every
-micro-batch then adds its own numerator, so how the mini-batch is cut, padded or spread over ranks cannot change the loss.
+micro-batch then adds its own numerator, so how the mini-batch is cut, padded or spread over ranks can't change the loss.
 """
 
 from __future__ import annotations

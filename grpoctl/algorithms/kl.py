@@ -30,7 +30,9 @@ def canonical_estimator(name: str) -> str:
     return base + plus
 
 
-def token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str, clamped: bool = True) -> Tensor:
+def token_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str, clamped: bool = True, mask: Tensor | None = None
+) -> Tensor:
     """Estimate KL(policy ‖ reference) at each sampled token.
 
     Args:
@@ -40,13 +42,18 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str, clamped:
             `abs` = |logprobs − ref|; verl's names; a trailing `+` keeps the value and takes the gradient of k2
             (straight-through: k2's is the one whose expectation is the gradient of the KL)
         clamped: bound k3's exponent to ±20 and its value to ±10, with no gradient beyond
+        mask: (B, T) bool, true at tokens that count. Selecting after the estimate is too late for the gradient
+            (0 · exp(NaN) is NaN), so pass it wherever masked positions may hold anything but numbers
 
     Returns:
-        (B, T) estimates, nats.
+        (B, T) estimates, nats; 0 without gradient where masked.
     Source: Schulman, Approximating KL divergence (2020), http://joschu.net/blog/kl-approx.html.
     """
     name = canonical_estimator(estimator)
     straight_through = name.endswith("+")
+    if mask is not None:
+        zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+        logprobs, ref_logprobs = torch.where(mask, logprobs, zero), torch.where(mask, ref_logprobs, zero)
     value = _estimate(logprobs, ref_logprobs, name.removesuffix("+"), clamped)
     if not straight_through:
         return value

@@ -17,5 +17,5 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens must be within 1 … max_tokens ({max_tokens}), got {buffer_tokens}")
-    excess = num_tokens - (max_tokens - buffer_tokens)
-    return -min(1.0, max(0.0, excess / buffer_tokens))
+    room = (max_tokens - buffer_tokens) - num_tokens
+    return min(0.0, max(-1.0, room / buffer_tokens))

@@ -202,8 +202,8 @@ def geo_mean(
     return TokenLoss(
         loss=(-advantage * ratio).expand_as(logprobs),
         ratio=torch.exp(log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)),
-        clipped_low=(log_ratio != bounded) & (advantages < 0),
-        clipped_high=(log_ratio != bounded) & (advantages > 0),
+        clipped_low=(log_ratio < -settings.clip_low) & (advantages < 0),
+        clipped_high=(log_ratio > settings.clip_high) & (advantages > 0),
     )
 
 
@@ -240,7 +240,8 @@ def _trust_region(
     ratio = torch.exp(_log_ratio(logprobs, old_logprobs)).detach()
     loss = -advantages * ratio.clamp(max=settings.ratio_cap) * logprobs
     return TokenLoss(
-        loss=torch.where(keep, loss, torch.zeros_like(loss)),
+        # a NaN token compares false, so it would be dropped here and show up in the gradient only
+        loss=torch.where(keep | loss.isnan(), loss, torch.zeros_like(loss)),
         ratio=ratio,
         clipped_low=~keep & (advantages <= 0),
         clipped_high=~keep & (advantages > 0),

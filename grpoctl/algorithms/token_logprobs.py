@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_TOKENS: Final = 1024
 
@@ -35,7 +36,8 @@ def token_logprobs(
         chunk_tokens: positions per chunk; changes memory, not the result
 
     Returns:
-        (N,) log-probabilities, differentiable in `hidden` and `head`; and (N,) entropies in nats without gradient, or None.
+        (N,) log-probabilities, differentiable (once) in `hidden` and `head`; and (N,) entropies in nats without
+        gradient, or None. An autocast around the call changes nothing: the logits are never rounded to half precision.
 
     Raises:
         ValueError: temperature not positive, or an id outside the vocabulary.
@@ -45,7 +47,8 @@ def token_logprobs(
     size = head.shape[0] if vocab_size is None else vocab_size
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
         raise ValueError(f"token ids must be within 0 … {size - 1}, found {int(ids.min())} … {int(ids.max())}")
-    logprobs, entropy = _ChunkedLogSoftmax.apply(hidden, head, ids, temperature, size, with_entropy, chunk_tokens)
+    with _full_precision(hidden):
+        logprobs, entropy = _ChunkedLogSoftmax.apply(hidden, head, ids, temperature, size, with_entropy, chunk_tokens)
     return logprobs, entropy if with_entropy else None
 
 
@@ -53,7 +56,7 @@ class _ChunkedLogSoftmax(torch.autograd.Function):
     """log softmax at the given ids, chunk by chunk, with the softmax recomputed in backward."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917  Function.apply passes arguments by position only
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
@@ -82,28 +85,37 @@ class _ChunkedLogSoftmax(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # the saved normalisers carry no graph, so a second derivative would be wrong
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator hides the parameter's name
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, head, ids, normalisers = ctx.saved_tensors
         temperature, vocab_size, chunk_tokens, dtype = ctx.settings
         weight = head[:vocab_size].to(dtype)
         upstream = gradients[0].to(dtype)
         grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if ctx.needs_input_grad[1] else None
-        for start in range(0, ids.shape[0], chunk_tokens):
-            part = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[part], weight, temperature)
-            grad_logits = torch.exp(logits - normalisers[part, None]).neg_()
-            grad_logits.scatter_add_(-1, ids[part, None], torch.ones_like(ids[part, None], dtype=dtype))
-            grad_logits *= (upstream[part] / temperature)[:, None]
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if grad_head is not None:
-                grad_head[:vocab_size].addmm_(grad_logits.T, hidden[part].to(dtype))
+        with _full_precision(hidden):
+            for start in range(0, ids.shape[0], chunk_tokens):
+                part = slice(start, start + chunk_tokens)
+                logits = _logits(hidden[part], weight, temperature)
+                grad_logits = torch.exp(logits - normalisers[part, None]).neg_()
+                grad_logits.scatter_add_(-1, ids[part, None], torch.ones_like(ids[part, None], dtype=dtype))
+                grad_logits *= (upstream[part] / temperature)[:, None]
+                if grad_hidden is not None:
+                    grad_hidden[part] = grad_logits @ weight
+                if grad_head is not None:
+                    grad_head[:vocab_size].addmm_(grad_logits.T, hidden[part].to(dtype))
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_head is None else grad_head.to(head.dtype),
             *(None,) * 5,
         )
+
+
+def _full_precision(like: Tensor) -> torch.autocast:
+    """Switch autocast off: it would run the head's product in half precision whatever its operands are."""
+    return torch.autocast(device_type=like.device.type, enabled=False)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -97,8 +97,8 @@ class OptimizerSettings:
 class Trainer(Protocol):
     """A policy being trained: forward, backward, step, save, load; nothing of losses or batches."""
 
-    def logprobs(self, units: Sequence[Unit], *, temperature: float) -> Any:
-        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient."""
+    def logprobs(self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False) -> tuple[Any, Any]:
+        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
         ...
 
     def backward(self, loss: Any) -> None:
@@ -107,6 +107,10 @@ class Trainer(Protocol):
 
     def step(self, lr: float) -> float | None:
         """Clip, step and clear; return the norm before clipping, or None (and no step) where it isn't finite."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the gradient collected so far."""
         ...
 
     def save_state(self, folder: Path) -> None:

@@ -34,6 +34,9 @@ class RewardCall:
     parameters: tuple[Parameter, ...]
     kwargs: dict[str, Any]
     timeout_seconds: float
+    """Deadline of one attempt, as the user set it."""
+    deadline_seconds: float
+    """When the child is killed; later than the timeout where the call itself keeps to it (retries of an endpoint)."""
     iteration: int
     num_iterations: int | None
 

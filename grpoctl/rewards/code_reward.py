@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,7 +27,7 @@ class _Test:
 
 
 def code(
-    *, column: str = "tests", partial: bool = False, timeout_seconds: float = 5.0, memory_mb: int = 1024
+    *, column: str = "tests", partial: bool = False, timeout_seconds: float = 10.0, memory_mb: int = 1024
 ) -> Callable[[RewardSample], dict[str, Any]]:
     """Return a reward of 1.0 where the program passes all tests, else 0.0 (or the fraction passed).
 
@@ -34,7 +35,7 @@ def code(
         column: the tests: Python statements as text or a list of texts (`assert f(1) == 2`), or input/output pairs as a list of
             `{"input": …, "output": …}` or as `{"inputs": […], "outputs": […]}`; a text holding JSON of these is read as such.
         partial: the reward is the fraction of tests passed.
-        timeout_seconds: for each test; a program that takes longer fails it.
+        timeout_seconds: for all of a row's tests together; what has not ended by then failed.
         memory_mb: address space of the program, in MiB.
     """
     require_column("code", "column", column)
@@ -49,7 +50,9 @@ def code(
         num_passed = 0
         failure = "no ```python block" if program is None else ""
         for test in tests if program is not None else []:
-            failed = _failure(program or "", test, timeout_seconds=timeout_seconds, memory_bytes=memory_mb * 1024 * 1024)
+            failed = _failure(
+                program or "", test, timeout_seconds=timeout_seconds, memory_bytes=memory_mb * 1024 * 1024
+            )
             num_passed += not failed
             failure = failure or failed
             if failed and not partial:
@@ -70,7 +73,7 @@ def _failure(program: str, test: _Test, *, timeout_seconds: float, memory_bytes:
     """Run one test; return why it failed, or an empty text."""
     source = f"{program}\n\n{test.statements}\n"
     result = run_python(source, stdin=test.stdin, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
-    if not result.finished:
+    if not result.finished and (test.stdout is None or result.exit_code != 0):
         return result.error[-300:] or "ended early"
     if test.stdout is not None and _lines(result.output) != _lines(test.stdout):
         return f"printed {result.output[:100]!r}, expected {test.stdout[:100]!r}"

@@ -81,7 +81,7 @@ class HttpReward:
             shown = error.read(500).decode("utf-8", "replace").strip()
             raise PluginFailed(
                 f"reward {self._name}: {self._url} answered {error.code} {error.reason}: {shown or 'no body'}; "
-                "expected 200 with a JSON body {\"rewards\": [...]}; not retried"
+                'expected 200 with a JSON body {"rewards": [...]}; not retried'
             ) from error
 
     def _rewards(self, answer: bytes, wanted: int) -> list[Any]:
@@ -89,7 +89,9 @@ class HttpReward:
         try:
             parsed: Any = json.loads(answer)
         except ValueError as error:
-            raise PluginFailed(f"reward {self._name}: {self._url} answered no JSON ({answer[:80]!r}); {expected}") from error
+            raise PluginFailed(
+                f"reward {self._name}: {self._url} answered no JSON ({answer[:80]!r}); {expected}"
+            ) from error
         if not isinstance(parsed, dict) or not isinstance(cast("dict[str, Any]", parsed).get("rewards"), list):
             raise PluginFailed(f"reward {self._name}: {self._url} answered {answer[:80]!r}; {expected}")
         return listed(cast("dict[str, Any]", parsed)["rewards"], name=self._name, wanted=wanted)

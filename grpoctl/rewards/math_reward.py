@@ -19,7 +19,7 @@ from grpoctl.rewards.sample import RewardSample
 def math(*, column: str = "answer") -> Callable[[RewardSample], float | None]:
     r"""Return a reward of 1.0 where the completion's final expression equals the reference's, else 0.0.
 
-    The completion's expression is what follows its last `####`, else its `\boxed{}`, else its last formula or number. A
+    The completion's expression is what follows its last `####`, else its last `\boxed{}`, else its last formula or number. A
     reference that math-verify cannot read is unscorable (None).
 
     Args:
@@ -30,13 +30,16 @@ def math(*, column: str = "answer") -> Callable[[RewardSample], float | None]:
         raise UsageError('reward math: math-verify is not installed; run: pip install "grpoctl[math]"')
 
     def reward(sample: RewardSample) -> float | None:
-        return _equality(_reference(reference_text(value_at(sample.source, column))), _final(sample.completion))
+        reference = _reference(reference_text(value_at(sample.source, column)))
+        completion = _final(sample.completion)
+        if reference.count("\\boxed") < 2:  # math-verify reads several boxes as a set
+            completion = completion[max(0, completion.rfind("\\boxed")) :]
+        return _equality(reference, completion)
 
     return reward
 
 
 def _equality(reference: str, completion: str) -> float | None:
-    from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
     from math_verify import (  # pyright: ignore[reportMissingImports]
         ExprExtractionConfig,
         LatexExtractionConfig,
@@ -44,8 +47,7 @@ def _equality(reference: str, completion: str) -> float | None:
         verify,
     )
 
-    latex = LatexExtractionConfig(normalization_config=NormalizationConfig(units=True), boxed_match_priority=0)
-    readers: list[Any] = [latex, ExprExtractionConfig()]
+    readers: list[Any] = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     gold: list[Any] = parse(reference, extraction_config=readers)
     if not gold:
         return None

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import IO
@@ -24,11 +23,12 @@ _MAX_PROCESSES = 64
 _MAX_OUTPUT_BYTES = 1024 * 1024
 _POLL_SECONDS = 0.02
 
-# Runs inside. The program comes through stdin, not argv, and the word that proves that it ran to its end is not in it: a program
-# that exits early cannot pass. Limits are set here, after bubblewrap has dropped the right to raise them again.
+# Runs inside. The program comes through a file that is closed before it starts, and so does the word that proves that it ran to its
+# end: a program that exits early cannot pass. Limits are set here, after bubblewrap dropped the right to raise them again.
 _RUNNER = """
 import json, os, resource, sys
-job = json.loads(sys.stdin.buffer.readline())
+with open(int(sys.argv[1])) as file:
+    job = json.load(file)
 for limit, value in ((resource.RLIMIT_AS, job["memory"]), (resource.RLIMIT_CPU, job["seconds"]),
                      (resource.RLIMIT_FSIZE, job["output"]), (resource.RLIMIT_CORE, 0)):
     resource.setrlimit(limit, (value, value))
@@ -46,7 +46,9 @@ class SandboxResult:
     """What a program did."""
 
     finished: bool
-    """It ran to its end: no exception, no early exit, no limit hit."""
+    """It ran to its last line: no exception, no early exit, no limit hit."""
+    exit_code: int
+    """0 also after an early `sys.exit()`."""
     output: str
     """Its standard output, up to 1 MiB."""
     error: str
@@ -94,20 +96,28 @@ def run_python(source: str, *, stdin: str, timeout_seconds: float, memory_bytes:
     """Run a program with the given standard input in a fresh sandbox."""
     word = secrets.token_hex(16)
     job = {"source": source, "word": word, "memory": memory_bytes, "seconds": int(timeout_seconds) + 1}
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        given.write(json.dumps({**job, "output": _MAX_OUTPUT_BYTES}).encode() + b"\n" + stdin.encode("utf-8", "replace"))
-        given.seek(0)
-        limit = _run([*_sandbox(), "-c", _RUNNER], files=(given, output, errors), timeout_seconds=timeout_seconds)
+    with contextlib.ExitStack() as stack:
+        given, stdin_file, output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        _fill(given, json.dumps({**job, "output": _MAX_OUTPUT_BYTES}))
+        _fill(stdin_file, stdin)
+        command = [*_sandbox(), "-c", _RUNNER, str(given.fileno())]
+        process = subprocess.Popen(
+            command, stdin=stdin_file, stdout=output, stderr=errors, pass_fds=[given.fileno()], start_new_session=True
+        )
+        limit = _limit_hit(process, timeout_seconds)
         shown = _tail(errors)
-        finished = not limit and shown.endswith(word)
         output.seek(0)
         text = output.read(_MAX_OUTPUT_BYTES).decode("utf-8", "replace")
-    return SandboxResult(finished=finished, output=text, error=limit or shown.removesuffix(word).strip())
+    return SandboxResult(
+        finished=not limit and shown.endswith(word),
+        exit_code=process.returncode,
+        output=text,
+        error=limit or shown.removesuffix(word).strip(),
+    )
 
 
-def _run(command: Sequence[str], *, files: tuple[IO[bytes], IO[bytes], IO[bytes]], timeout_seconds: float) -> str:
-    """Run to the end or to a limit; return the limit hit, or an empty text."""
-    process = subprocess.Popen(command, stdin=files[0], stdout=files[1], stderr=files[2], start_new_session=True)
+def _limit_hit(process: subprocess.Popen[bytes], timeout_seconds: float) -> str:
+    """Wait for the end or for a limit, then kill; return the limit, or an empty text."""
     give_up = time.monotonic() + timeout_seconds
     limit = ""
     try:
@@ -124,6 +134,11 @@ def _run(command: Sequence[str], *, files: tuple[IO[bytes], IO[bytes], IO[bytes]
             os.killpg(process.pid, signal.SIGKILL)  # takes the whole process namespace with it
             process.wait()
     return limit
+
+
+def _fill(file: IO[bytes], text: str) -> None:
+    file.write(text.encode("utf-8", "replace"))
+    file.seek(0)
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from grpoctl.rewards.signature import Parameter
 
@@ -55,7 +55,7 @@ def load_target(target: Target, kwargs: Mapping[str, Any]) -> Callable[..., Any]
         found = getattr(found, part, None)
     if not callable(found):
         raise TargetMissing([name for name in dir(module) if callable(getattr(module, name)) and name[0] != "_"])
-    return found(**kwargs) if target.factory else found
+    return cast("Callable[..., Any]", found(**kwargs) if target.factory else found)
 
 
 def _named_module(name: str) -> ModuleType:
@@ -65,13 +65,13 @@ def _named_module(name: str) -> ModuleType:
 
 
 def _file_module(path: str) -> ModuleType:
-    """Load a file under a name of its own, its folder importable as if it were run as a script."""
+    """Load a file under a name of its own; the modules beside it can be imported."""
     name = f"grpoctl_reward_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     folder = os.path.dirname(path)
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)  # last: a file named like an installed package must not hide it
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -126,4 +126,6 @@ def _annotation(annotation: Any) -> str:
         return ""
     if isinstance(annotation, str):
         return annotation
-    return annotation.__qualname__ if inspect.isclass(annotation) and not str(annotation).count("[") else str(annotation)
+    return (
+        annotation.__qualname__ if inspect.isclass(annotation) and not str(annotation).count("[") else str(annotation)
+    )

@@ -6,16 +6,20 @@ import json
 import math
 import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, cast
 
 from grpoctl.errors import PluginFailed
 from grpoctl.rewards.sample import RewardOutcome
 
 _TRACEBACK_CHARACTERS = 4000
+_CALLER_FILE = str(Path(__file__).with_name("calls.py"))
 Extras = dict[str, float | str | bool]
 
 
-def outcome_of(value: Any, *, name: str, seconds: float, key: str = "score", extras: Extras | None = None) -> RewardOutcome:
+def outcome_of(
+    value: Any, *, name: str, seconds: float, key: str = "score", extras: Extras | None = None
+) -> RewardOutcome:
     """Return the outcome that a returned value stands for.
 
     Args:
@@ -32,7 +36,9 @@ def outcome_of(value: Any, *, name: str, seconds: float, key: str = "score", ext
     if isinstance(value, Mapping):
         fields = cast("Mapping[Any, Any]", value)
         if key not in fields:
-            raise PluginFailed(f"reward {name}: returned a dict with {sorted(map(str, fields))}; expected a key {key!r}")
+            raise PluginFailed(
+                f"reward {name}: returned a dict with {sorted(map(str, fields))}; expected a key {key!r}"
+            )
         extras |= {text(str(k)): plain(v) for k, v in fields.items() if k != key and v is not None}
         value = fields[key]
     if value is None:
@@ -63,7 +69,9 @@ def listed(value: Any, *, name: str, wanted: int) -> list[Any]:
         PluginFailed: it is no list, or its length differs from the number of completions.
     """
     if value is None or isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise PluginFailed(f"reward {name}: returned {_shown(value)} for {wanted} completions; expected a list of {wanted}")
+        raise PluginFailed(
+            f"reward {name}: returned {_shown(value)} for {wanted} completions; expected a list of {wanted}"
+        )
     try:
         values = list(cast("Iterable[Any]", value))
     except TypeError as error:  # a tensor without dimensions is iterable by type only
@@ -76,9 +84,10 @@ def listed(value: Any, *, name: str, wanted: int) -> list[Any]:
 def raised(error: BaseException, *, seconds: float) -> RewardOutcome:
     """Return the outcome of a call that raised: crash for SystemExit, error for everything else."""
     status = "crash" if isinstance(error, SystemExit) else "error"
-    outer = error.__traceback__
-    inner = outer.tb_next if outer is not None else None  # the first frame is ours
-    lines = "".join(traceback.format_exception(type(error), error, inner))
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == _CALLER_FILE:
+        frames = frames.tb_next  # ours say nothing to the author of the function
+    lines = "".join(traceback.format_exception(type(error), error, frames))
     first = traceback.format_exception_only(type(error), error)[-1].strip()
     message = text(f"{first}\n{lines[-_TRACEBACK_CHARACTERS:]}")
     return RewardOutcome(reward=None, status=status, error=message, seconds=seconds)

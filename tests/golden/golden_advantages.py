@@ -19,9 +19,12 @@ from grpoctl.algorithms.advantages import METHODS, advantages
 UNSCORED = "unscored (NaN) reward: ours is left out and stays null; verl spreads the NaN, TRL writes advantage 0"
 INFINITE = "infinite reward: ours is refused; the peers return NaN, inf or ±3.4e38"
 GROUP_OF_ONE = "group of one: ours is exactly 0 (no comparison); verl uses mean 0, std 1 or refuses, TRL refuses"
+FEW_TOKENS = "whitening over fewer than two tokens: ours is exactly 0; verl refuses"
 EQUAL_REWARDS = "group of equal rewards: ours is exactly 0; the peers leave the rounding residue of mean and std"
 
-FLOAT32_BESSEL = "float64 whitening: verl's n/(n − 1) is a float32; equal to 1e-12 once ours takes that factor"
+FLOAT32_COUNTS = (
+    "verl's n/(n − 1) (whitening) or B/non-zero (gpg) is float32; equal to 1e-12 once ours takes that factor"
+)
 
 VERL_EPS, TRL_EPS = 1e-6, 1e-4
 
@@ -96,9 +99,7 @@ def trl_advantages(case: Case) -> Outcome:
     rewards = torch.where(per_function.isnan().all(dim=0), torch.nan, total).double().tolist()
     groups = [row // case.params["num_generations"] for row in range(len(rewards))]
     peer = [None] * len(rewards) if case.error is not None else [float(value) for value in case.output("advantages")]
-    return compare(
-        rewards, groups, [1] * len(rewards), peer, method=method, eps=TRL_EPS, rtol=case.rtol, case=case
-    )
+    return compare(rewards, groups, [1] * len(rewards), peer, method=method, eps=TRL_EPS, rtol=case.rtol, case=case)
 
 
 HANDLERS = {("trl", "advantages"): trl_advantages} | {
@@ -157,6 +158,9 @@ def compare(
         spoilt_by_single = singles
     all_flat = len(flats | singles | unscored) == len(rewards)
 
+    if case.error is not None and method == "reinforce_plus_plus_baseline" and sum(lengths) < 2:
+        assert all(ours[row] == 0 for row in range(len(rewards)) if row not in unscored)
+        return differs(FEW_TOKENS)
     if case.error is not None:
         assert singles, f"{case.package} refused the case for a reason without a rule: {case.error}"
         assert all(ours[row] == 0 for row in singles)
@@ -173,10 +177,10 @@ def compare(
             continue
         if not gap(ours[row], value, rtol=rtol, scale=0.0 if exact else scales[row]):
             continue
-        if method == "reinforce_plus_plus_baseline" and rtol == RTOL["float64"] and row not in spoilt_by_single:
-            factor = _float32_bessel(rewards, groups, lengths)
+        if method in ("reinforce_plus_plus_baseline", "gpg") and not (spoilt or row in spoilt_by_single):
+            factor = _float32_counts(method, rewards, groups, lengths)
             if not gap(ours[row] * factor, value, rtol=rtol, scale=scales[row]):
-                reasons.add(FLOAT32_BESSEL)
+                reasons.add(FLOAT32_COUNTS)
                 continue
         if row in spoilt:
             reasons.add(UNSCORED)
@@ -250,8 +254,11 @@ def plain_advantages(
     return result, scales
 
 
-def _float32_bessel(rewards: list[float], groups: Sequence[object], lengths: list[int]) -> float:
-    """Return what our whitened advantages are multiplied by when n/(n − 1) is rounded to float32, as verl's is."""
+def _float32_counts(method: str, rewards: list[float], groups: Sequence[object], lengths: list[int]) -> float:
+    """Return what our advantages are multiplied by when a ratio of counts is rounded to float32, as verl's is."""
+    if method == "gpg":
+        exact = len(rewards) / max(1, sum(reward != 0 for reward in rewards))
+        return float(np.float32(exact)) / exact
     centred, _ = plain_advantages("dr_grpo", rewards, groups, lengths, 0.0)
     tokens = [value for value, length in zip(centred, lengths, strict=True) for _ in range(length)]
     exact = len(tokens) / (len(tokens) - 1)

@@ -1,0 +1,141 @@
+"""The one forward that `logprob` and `update` share: a prompt runs once for all its completions in a row.
+
+A row is `[prompt | c1 | … | cG]`. Each completion restarts its positions after the prompt and sees the prompt and itself
+only, so its log-probabilities are those of a row of its own. The first token is predicted by the prompt's last position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpoctl.algorithms.token_logprobs import token_logprobs
+from grpoctl.engines.base import TokenIds, Unit
+
+WIDTH_MULTIPLE = 64
+"""Rows are padded to a multiple of this. Attention kernels work in blocks of up to 64 positions: with whole blocks a row's
+result came out bit-equal whatever its neighbours' lengths (CPU, float32), so a first ratio is exactly 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Units as the tensors of one forward.
+
+    Args:
+        input_ids: (B, T) int64, right padded
+        position_ids: (B, T) int64
+        mask: (B, 1, T, T) bool, or None where every row is one completion and plain causal attention does
+        sources: (N,) positions in the flattened (B · T) that predict the targets
+        targets: (N,) completion ids, unit by unit, completion by completion
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    mask: Tensor | None
+    sources: Tensor
+    targets: Tensor
+
+
+def make_units(
+    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: Any, budget: int
+) -> list[Unit]:
+    """Group consecutive rows of one prompt into units that fit the budget.
+
+    Args:
+        prompts: (B) prompt ids by row; equal neighbours are one group
+        completions: (B) completion ids by row
+        policy: tells whether and up to which length prompts may be shared
+        budget: tokens of a forward; a unit stays within it where a single completion does
+    """
+    limit = budget if policy.max_shared_tokens is None else min(budget, policy.max_shared_tokens)
+    units: list[Unit] = []
+    rows: list[int] = []
+    length = 0
+
+    def flush() -> None:
+        if rows:
+            parts = tuple(completions[row] for row in rows)
+            units.append(Unit(prompt_ids=prompts[rows[0]], completions=parts, rows=tuple(rows)))
+            rows.clear()
+
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        same = bool(rows) and policy.shares_prompts and np.array_equal(prompts[rows[0]], prompt)
+        if not same or length + len(completion) > limit:
+            flush()
+            length = len(prompt)
+        rows.append(row)
+        length += len(completion)
+    flush()
+    return units
+
+
+def pack(units: Sequence[Unit], device: torch.device) -> Packed:
+    """Build the tensors of one forward over the units."""
+    longest = max(unit.num_tokens for unit in units)
+    width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    input_ids = np.zeros((len(units), width), dtype=np.int64)
+    positions = np.zeros((len(units), width), dtype=np.int64)
+    segments = np.full((len(units), width), -1, dtype=np.int32)
+    sources: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    for row, unit in enumerate(units):
+        start = num_prompt = len(unit.prompt_ids)
+        input_ids[row, :start] = unit.prompt_ids
+        positions[row, :start] = np.arange(start)
+        segments[row, :start] = 0
+        for number, ids in enumerate(unit.completions, start=1):
+            stop = start + len(ids)
+            input_ids[row, start:stop] = ids
+            positions[row, start:stop] = num_prompt + np.arange(len(ids))
+            segments[row, start:stop] = number
+            if len(ids):
+                predicting = np.concatenate(([num_prompt - 1], np.arange(start, stop - 1)))
+                sources.append(row * width + predicting)
+                targets.append(np.asarray(ids, dtype=np.int64))
+            start = stop
+    return Packed(
+        input_ids=torch.from_numpy(input_ids).to(device),
+        position_ids=torch.from_numpy(positions).to(device),
+        mask=None if all(len(unit.completions) == 1 for unit in units) else _mask(segments, device),
+        sources=torch.from_numpy(_concatenate(sources)).to(device),
+        targets=torch.from_numpy(_concatenate(targets)).to(device),
+    )
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _mask(segments: np.ndarray, device: torch.device) -> Tensor:
+    """Return who sees whom: earlier positions of the prompt and of the own segment; padding sees itself."""
+    segment = torch.from_numpy(segments).to(device)
+    query, key = segment[:, :, None], segment[:, None, :]
+    width = segment.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    mask = causal & (((key == 0) & (query >= 0)) | (key == query))
+    return mask[:, None]
+
+
+def unit_logprobs(
+    policy: Any, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return (N,) log-probabilities of all completion tokens of the units, flattened in order, and their entropies."""
+    packed = pack(units, policy.device)
+    if not packed.targets.numel():
+        empty = torch.zeros(0, device=policy.device)
+        return empty, empty if with_entropy else None
+    hidden = policy.hidden(packed.input_ids, packed.position_ids, packed.mask)
+    selected = hidden.reshape(-1, hidden.shape[-1])[packed.sources]
+    return token_logprobs(
+        selected,
+        policy.head,
+        packed.targets,
+        temperature=temperature,
+        vocab_size=policy.vocab_size,
+        with_entropy=with_entropy,
+    )

@@ -1,0 +1,146 @@
+"""A causal language model as this project uses it: last hidden states, the output embedding, and proof that they fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpoctl.algorithms.token_logprobs import token_logprobs
+from grpoctl.engines.base import Unit
+from grpoctl.engines.tokenizer import require
+from grpoctl.errors import InputRefused
+
+log = logging.getLogger("grpoctl")
+PROBE_TOLERANCE: Final = 2e-3
+"""Largest |Δ log-probability| between two ways of computing the probe, nats; float32 noise is near 1e-5."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """A model with float32 weights.
+
+    Args:
+        module: transformers' causal LM
+        vocab_size: real tokens; rows of the output embedding beyond are padding
+        shares_prompts: whether several completions may follow one prompt in a row (exact for plain attention only)
+        max_shared_tokens: longest row for which that holds (sliding windows), None without limit
+        autocast: bfloat16 to run the forward in it, None for float32
+    """
+
+    module: Any
+    vocab_size: int
+    device: torch.device
+    shares_prompts: bool = True
+    max_shared_tokens: int | None = None
+    autocast: torch.dtype | None = None
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Return (B, T, H) last hidden states.
+
+        Args:
+            input_ids: (B, T) int64
+            position_ids: (B, T) int64
+            mask: (B, 1, T, T) bool, true where a query may look; None for plain causal attention (right padding)
+        """
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.module.base_model(
+                input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
+            )
+        return output.last_hidden_state
+
+    @property
+    def head(self) -> Tensor:
+        """The (V, H) output embedding."""
+        return self.module.get_output_embeddings().weight
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that `runtime.device` names."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: str) -> Policy:
+    """Load a policy folder with float32 weights and check that our forward computes what the model does.
+
+    Args:
+        folder: local Hugging Face folder
+        ref: its name in messages
+        vocab_size: of its config
+        device: `auto`, `cpu`, `cuda` or `mps`
+        dtype: of the forward, `float32` or `bfloat16`
+
+    Raises:
+        InputRefused: the model can't be loaded, or scales or caps its logits in a way the chunked head doesn't know.
+    """
+    require("transformers", "torch")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputRefused(f"{ref}: transformers can't load it ({str(error).splitlines()[0]})") from error
+    place = pick_device(device)
+    module.to(place).eval()
+    policy = Policy(module=module, vocab_size=vocab_size, device=place)
+    _check_head(policy, ref)
+    policy.shares_prompts, policy.max_shared_tokens = _sharing(policy)
+    policy.autocast = torch.bfloat16 if dtype == "bfloat16" else None
+    return policy
+
+
+def _probe_ids(policy: Policy) -> Tensor:
+    size = policy.vocab_size
+    return torch.tensor([(7 * i * i + 3 * i + 1) % size for i in range(12)], device=policy.device)
+
+
+@torch.no_grad()
+def _check_head(policy: Policy, ref: str) -> None:
+    head = policy.module.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise InputRefused(f"{ref}: its output embedding is missing or has a bias; only a plain matrix is supported")
+    ids = _probe_ids(policy)[None]
+    positions = torch.arange(ids.shape[1], device=policy.device)[None]
+    ours, _ = token_logprobs(
+        policy.hidden(ids, positions, None)[0, :-1], policy.head, ids[0, 1:], vocab_size=policy.vocab_size
+    )
+    logits = policy.module(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1, : policy.vocab_size]
+    theirs = torch.log_softmax(logits.float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
+    gap = float((ours - theirs).abs().max())
+    if not gap <= PROBE_TOLERANCE:
+        raise InputRefused(
+            f"{ref}: the model's logits differ from hidden states times output embedding by {gap:.3g} nats; "
+            "architectures that scale or cap logits aren't supported"
+        )
+
+
+@torch.no_grad()
+def _sharing(policy: Policy) -> tuple[bool, int | None]:
+    from grpoctl.engines.forward import unit_logprobs
+
+    ids = _probe_ids(policy).cpu().numpy().astype(np.int32)
+    parts = (ids[4:8], ids[8:12])
+    together = Unit(prompt_ids=ids[:4], completions=parts, rows=(0, 1))
+    apart = [Unit(prompt_ids=ids[:4], completions=(part,), rows=(i,)) for i, part in enumerate(parts)]
+    shared, _ = unit_logprobs(policy, [together], temperature=1.0)
+    separate, _ = unit_logprobs(policy, apart, temperature=1.0)
+    if float((shared - separate).abs().max()) > PROBE_TOLERANCE:
+        log.info("this architecture can't share a prompt between completions; each runs in a row of its own")
+        return False, None
+    config = policy.module.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    slides = "sliding_attention" in kinds or (not kinds and getattr(config, "use_sliding_window", window is not None))
+    return True, int(window) if window and slides else None

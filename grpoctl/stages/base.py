@@ -1,0 +1,259 @@
+"""What stages share: results, shard selection, progress, stopping, and models kept warm between stages of one process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+from grpoctl.artifacts import Artifact, ArtifactWriter, Work, committed
+from grpoctl.config import RuntimeConfig
+from grpoctl.errors import InputRefused, Interrupted, TryAgain, UsageError
+from grpoctl.policies import Policy
+
+log = logging.getLogger("grpoctl")
+Item = TypeVar("Item")
+PACKAGES: Final = ("torch", "transformers", "pyarrow", "numpy")
+PROGRESS_SECONDS: Final = 30.0
+WARM_MODELS: Final = 2
+"""Models kept in memory: the policy and the reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """How a stage ended.
+
+    Args:
+        stage: its name
+        out: artifact or folder it wrote
+        state: done, already_done, partial (other shards are still missing) or planned
+        artifact: the committed artifact, where there is one
+        facts: numbers for `--json` and for the line that a person reads
+    """
+
+    stage: str
+    out: str
+    state: str
+    artifact: Artifact | None
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRange:
+    """`--shards A-B/N`: this process writes shards A to B of N, both counted from 0 and included."""
+
+    first: int
+    last: int
+    total: int
+
+    @staticmethod
+    def parse(text: str) -> ShardRange:
+        """Read `A-B/N` or `A/N`.
+
+        Raises:
+            UsageError: anything else, or numbers out of range.
+        """
+        left, separator, total = text.partition("/")
+        first, dash, last = left.partition("-")
+        numbers = [first, last if dash else first, total]
+        if not separator or not all(number.isdigit() for number in numbers):
+            raise UsageError(f"--shards {text}: expected A-B/N, as in 0-3/16")
+        result = ShardRange(first=int(numbers[0]), last=int(numbers[1]), total=int(numbers[2]))
+        if not result.first <= result.last < result.total:
+            raise UsageError(f"--shards {text}: expected 0 ≤ A ≤ B < N")
+        return result
+
+    def indices(self, num_shards: int) -> list[int]:
+        """Return the selected shard numbers of a plan.
+
+        Raises:
+            UsageError: the plan has another number of shards.
+        """
+        if self.total != num_shards:
+            raise UsageError(f"--shards …/{self.total}: this work has {num_shards} shards; write …/{num_shards}")
+        return list(range(self.first, self.last + 1))
+
+
+class StopFlag:
+    """Turns SIGTERM and SIGINT into a request that stages look at between shards and steps; the second one is immediate."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    def install(self) -> None:
+        """Catch both signals; only possible on the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None:
+            raise Interrupted("stopped at once; finished shards are kept, rerun to continue", signal_number=number)
+        self.signal_number = number
+        print("stopping after the current shard; once more to stop at once", file=sys.stderr)
+
+    def check(self) -> None:
+        """Raise Interrupted where a signal came."""
+        if self.signal_number is not None:
+            raise Interrupted("stopped; finished shards are kept, rerun to continue", signal_number=self.signal_number)
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """One process's surroundings: stop flag, shard selection, dry run, and warm models."""
+
+    stop: StopFlag = field(default_factory=StopFlag)
+    shards: ShardRange | None = None
+    dry_run: bool = False
+    quiet: bool = False
+    models: OrderedDict[tuple[str, str, str], Any] = field(default_factory=OrderedDict)
+    trainers: dict[str, Any] = field(default_factory=dict)
+
+    def selected(self, num_shards: int) -> list[int]:
+        """Return the shards that this process is to write."""
+        return list(range(num_shards)) if self.shards is None else self.shards.indices(num_shards)
+
+    def model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig) -> Any:
+        """Return the policy's model, loaded once for each weights digest.
+
+        Raises:
+            TryAgain: the device has no memory for it.
+        """
+        from grpoctl.engines.hf_model import load_policy
+        from grpoctl.engines.tokenizer import load_tokenizer
+
+        set_threads(runtime)
+        key = (policy.weights_digest, dtype, runtime.device)
+        if key not in self.models:
+            size = load_tokenizer(policy.folder, policy.ref).vocab_size
+            with memory_errors("loading the model", "a smaller dtype or another device"):
+                loaded = load_policy(
+                    policy.folder, ref=policy.ref, vocab_size=size, device=runtime.device, dtype=dtype
+                )
+            self.models[key] = loaded
+            while len(self.models) > WARM_MODELS:
+                self.models.popitem(last=False)
+        self.models.move_to_end(key)
+        return self.models[key]
+
+    def follow(self, items: Sequence[Item], label: str) -> Iterator[Item]:
+        """Yield items, checking for a stop request before each and telling progress on stderr."""
+        started = told = time.monotonic()
+        for number, item in enumerate(_with_bar(items, label, quiet=self.quiet)):
+            self.stop.check()
+            yield item
+            now = time.monotonic()
+            if not sys.stderr.isatty() and now - told >= PROGRESS_SECONDS:
+                told = now
+                rate = (number + 1) / (now - started)
+                left = (len(items) - number - 1) / rate
+                log.info("%s %d/%d, %.2f/s, %.0f s left", label, number + 1, len(items), rate, left)
+
+
+def _with_bar(items: Sequence[Item], label: str, *, quiet: bool) -> Iterable[Item]:
+    if quiet or not sys.stderr.isatty() or len(items) < 2:
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, description=label, console=Console(stderr=True), transient=True)
+
+
+class memory_errors:
+    """Turn an out-of-memory error of the device into TryAgain with the knobs that help."""
+
+    def __init__(self, doing: str, knobs: str) -> None:
+        self.doing = doing
+        self.knobs = knobs
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        import torch
+
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            raise TryAgain(
+                f"out of memory while {self.doing}; finished shards are kept: lower {self.knobs} and rerun"
+            ) from error
+
+
+def set_threads(runtime: RuntimeConfig) -> None:
+    """Apply runtime.num_threads."""
+    if runtime.num_threads is not None:
+        import torch
+
+        torch.set_num_threads(runtime.num_threads)
+
+
+def environment() -> dict[str, str]:
+    """Return the versions of the packages that compute."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def already_done(out: str, work: Work) -> StageResult | None:
+    """Return the result of work that is committed already, or None."""
+    artifact = committed(out, work)
+    if artifact is None:
+        return None
+    return StageResult(
+        stage=work.stage, out=out, state="already_done", artifact=artifact, facts=dict(artifact.manifest.stats)
+    )
+
+
+def planned(out: str, work: Work, **facts: Any) -> StageResult:
+    """Return the result of a dry run."""
+    details = {"fingerprint": work.fingerprint, "num_shards": work.num_shards, **facts}
+    return StageResult(stage=work.stage, out=out, state="planned", artifact=None, facts=details)
+
+
+def finished(writer: ArtifactWriter, artifact: Artifact | None) -> StageResult:
+    """Return the result of a stage that wrote its shards; partial while other processes' shards are missing."""
+    work = writer.work
+    if artifact is None:
+        facts = {"missing_shards": writer.missing_shards()}
+        return StageResult(stage=work.stage, out=writer.url, state="partial", artifact=None, facts=facts)
+    facts = dict(artifact.manifest.stats)
+    return StageResult(stage=work.stage, out=writer.url, state="done", artifact=artifact, facts=facts)
+
+
+def check_outside(out: str, *inputs: str | None) -> None:
+    """Refuse an output that lies inside an input, or the other way round.
+
+    Raises:
+        UsageError: they overlap.
+    """
+    ours = out.rstrip("/") + "/"
+    for given in inputs:
+        theirs = (given or "").rstrip("/") + "/"
+        if given and (ours.startswith(theirs) or theirs.startswith(ours)):
+            raise UsageError(f"--out {out}: overlaps the input {given}; choose another folder")
+
+
+def require_same_tokenizer(policy: Policy, digest: str, where: str) -> None:
+    """Refuse a policy whose tokenizer isn't the one that the rollouts were made with.
+
+    Raises:
+        InputRefused: the digests differ.
+    """
+    if policy.tokenizer_digest != digest:
+        raise InputRefused(
+            f"{policy.ref}: tokenizer {policy.tokenizer_digest[:12]}… differs from {digest[:12]}… of {where}; "
+            "both stages must use one tokenizer and chat template"
+        )
+
+

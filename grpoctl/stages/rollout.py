@@ -1,0 +1,382 @@
+"""Sample G completions for each prompt of an iteration, keeping every sampled token's log-probability."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grpoctl.algorithms.seeds import identity_order, identity_seed
+from grpoctl.artifacts import ArtifactWriter, Work
+from grpoctl.config import RolloutJob, defining
+from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
+from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
+from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.policies import Policy, open_policy
+from grpoctl.prompts import PromptSet, load_prompts
+from grpoctl.schema.canonical import canonical_json
+from grpoctl.schema.manifest import RowAccounting, Sampling, Shard
+from grpoctl.schema.tables import ROLLOUTS
+from grpoctl.stages.base import (
+    Context,
+    StageResult,
+    already_done,
+    check_outside,
+    environment,
+    finished,
+    memory_errors,
+    planned,
+)
+
+log = logging.getLogger("grpoctl")
+TRUNCATED_WARN = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPrompt:
+    """A prompt of this iteration, ready to sample: `row` is its position in the prompt set."""
+
+    row: int
+    prompt_id: str
+    ids: TokenIds
+    max_new_tokens: int
+
+
+def run(job: RolloutJob, context: Context) -> StageResult:
+    """Sample what the job asks for into a rollouts artifact.
+
+    Raises:
+        InputRefused: prompts or policy that can't be used.
+        GateFailed: too many failed or truncated completions.
+        Conflict: other work is committed at `out`.
+    """
+    if job.rollout.group_size < 2 and not job.prompts.allow_empty:
+        log.warning("group_size 1: a group without comparison has no advantage; only advantages: none can train on it")
+    check_outside(job.out, job.prompts.path, job.policy)
+    policy = open_policy(job.policy)
+    prompts = load_prompts(job.prompts)
+    chosen = choose_rows(prompts, job)
+    num_shards = math.ceil(len(chosen) / job.rollout.prompts_per_shard)
+    work = Work(
+        stage="rollout",
+        table=ROLLOUTS,
+        definition=_definition(job, policy, prompts),
+        config=job.model_dump(mode="json"),
+        num_shards=num_shards,
+    )
+    done = already_done(job.out, work)
+    if done is not None:
+        return done
+    tokenizer = load_tokenizer(policy.folder, policy.ref)
+    plan, skipped = plan_prompts(prompts, chosen, job, tokenizer)
+    for note in prompts.notes:
+        log.warning("%s: %s", job.prompts.path, note)
+    if context.dry_run:
+        return planned(job.out, work, num_prompts=len(plan), num_completions=len(plan) * job.rollout.group_size)
+    return _sample_shards(job, context, work, policy, prompts, (plan, skipped))
+
+
+def _definition(job: RolloutJob, policy: Policy, prompts: PromptSet) -> dict[str, Any]:
+    return {
+        "stage": "rollout",
+        "table_version": ROLLOUTS.version,
+        "rollout": defining(job.rollout),
+        "prompts": {**job.prompts.model_dump(mode="json", exclude={"path"}), "digest": prompts.digest},
+        "seed": job.seed,
+        "iteration": job.iteration,
+        "policy": {
+            "version": policy.version,
+            "weights_digest": policy.weights_digest,
+            "tokenizer_digest": policy.tokenizer_digest,
+        },
+    }
+
+
+def choose_rows(prompts: PromptSet, job: RolloutJob) -> list[int]:
+    """Return the rows of this iteration: all in file order, or its part of an endless series of shuffled epochs."""
+    total = len(prompts.ids)
+    wanted = job.rollout.prompts_per_iteration
+    if wanted is None:
+        return list(range(total))
+    if wanted > total:
+        raise UsageError(
+            f"rollout.prompts_per_iteration: {wanted} prompts wanted, {job.prompts.path} has {total}; lower it"
+        )
+    first = job.iteration * wanted
+    orders: dict[int, list[int]] = {}
+    rows: list[int] = []
+    for position in range(first, first + wanted):
+        epoch, offset = divmod(position, total)
+        if epoch not in orders:
+            orders[epoch] = identity_order(prompts.ids, "prompts", prompts.digest, job.seed, epoch)
+        rows.append(orders[epoch][offset])
+    if len(set(rows)) < len(rows):  # an epoch's end and the next one's start may share a prompt: keep its first place
+        seen = dict.fromkeys(rows)
+        spare = (row for row in orders[max(orders)] if row not in seen)
+        rows = [*seen, *(next(spare) for _ in range(len(rows) - len(seen)))]
+    return rows
+
+
+def plan_prompts(
+    prompts: PromptSet, chosen: Sequence[int], job: RolloutJob, tokenizer: Tokenizer
+) -> tuple[list[PlannedPrompt], int]:
+    """Tokenise the chosen prompts and settle every length question before anything is sampled.
+
+    Returns:
+        The prompts in order, and how many were skipped as overlong.
+
+    Raises:
+        InputRefused: prompts without room in the context, a double BOS, or ids outside the vocabulary.
+    """
+    encode = tokenizer.encode_messages if prompts.format == "messages" else tokenizer.encode_text
+    encoded = {row: encode(prompts.prompts[row]) for row in chosen}  # type: ignore[arg-type]
+    _check_ids(encoded, prompts, tokenizer)
+    context, limit = tokenizer.context_tokens, job.rollout.max_new_tokens
+    overlong = [row for row in chosen if len(encoded[row]) > context - 1]
+    if overlong and job.prompts.overlong == "error":
+        names = [prompts.ids[row] for row in overlong[:5]]
+        raise InputRefused(
+            f"{job.prompts.path}: {len(overlong)} prompts are longer than {context - 1} tokens (context {context} less one): "
+            f"{names}; shorten them or set prompts.overlong to skip or truncate_left"
+        )
+    plan, tight = [], []
+    for row in chosen:
+        ids = encoded[row]
+        if len(ids) > context - 1:
+            if job.prompts.overlong == "skip":
+                continue
+            ids = ids[-max(1, context - limit) :]
+        room = context - len(ids)
+        if room < limit:
+            tight.append(prompts.ids[row])
+        plan.append(
+            PlannedPrompt(row=row, prompt_id=prompts.ids[row], ids=ids, max_new_tokens=min(limit, room))
+        )
+    if tight and not job.prompts.cap_to_context:
+        raise InputRefused(
+            f"{job.prompts.path}: prompt + max_new_tokens ({limit}) exceeds the context of {context} for {len(tight)} prompts: "
+            f"{tight[:5]}; lower rollout.max_new_tokens or set prompts.cap_to_context"
+        )
+    if not plan:
+        raise InputRefused(f"{job.prompts.path}: no prompt is left after skipping overlong ones")
+    return plan, len(chosen) - len(plan)
+
+
+def _check_ids(encoded: dict[int, TokenIds], prompts: PromptSet, tokenizer: Tokenizer) -> None:
+    for row, ids in encoded.items():
+        if len(ids) == 0:
+            raise InputRefused(f"prompt {prompts.ids[row]}: has no tokens; remove it")
+        if int(ids.max()) >= tokenizer.vocab_size:
+            raise InputRefused(
+                f"prompt {prompts.ids[row]}: token id {int(ids.max())} is outside the model's {tokenizer.vocab_size} "
+                "embeddings; tokenizer and model don't belong together"
+            )
+        if tokenizer.bos_id is not None and len(ids) > 1 and int(ids[0]) == int(ids[1]) == tokenizer.bos_id:
+            raise InputRefused(
+                f"prompt {prompts.ids[row]}: starts with two BOS tokens (id {tokenizer.bos_id}); "
+                "remove the one written in the prompt text or the chat template"
+            )
+
+
+def _sample_shards(
+    job: RolloutJob,
+    context: Context,
+    work: Work,
+    policy: Policy,
+    prompts: PromptSet,
+    planned_prompts: tuple[list[PlannedPrompt], int],
+) -> StageResult:
+    plan, skipped = planned_prompts
+    writer = ArtifactWriter(url=job.out, work=work)
+    todo = writer.missing_shards(context.selected(work.num_shards))
+    sampler = _sampler(job, context, policy) if todo else None
+    started = time.monotonic()
+    for index in context.follow(todo, "rollout"):
+        assert sampler is not None
+        size = job.rollout.prompts_per_shard
+        part = plan[index * size : (index + 1) * size]
+        with memory_errors("sampling", "runtime.rollout_batch_size or rollout.max_new_tokens"):
+            samples = sampler.sample(_requests(part, job), _settings(job))
+        rows = list(_rows(part, samples, job, load_tokenizer(policy.folder, policy.ref)))
+        table = _table(rows, part, job, policy, prompts)
+        writer.write_shard(index, table, counts=_counts(rows), stats=_stats(rows))
+    seconds = time.monotonic() - started
+    sampling = _sampling(job, sampler, prompts)
+    artifact = writer.commit(
+        rows=lambda shards: _accounting(shards, skipped * job.rollout.group_size, job),
+        policy=policy.identity,
+        sampling=sampling,
+        stats=lambda shards: _summary(shards, job),
+        tokens=lambda shards: {
+            "prompt": sum(s.stats["prompt_tokens"] for s in shards),
+            "completion": sum(s.stats["completion_tokens"] for s in shards),
+        },
+        timings={"sampling_seconds": seconds},
+        environment=environment(),
+    )
+    return finished(writer, artifact)
+
+
+def _sampler(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
+    from grpoctl.engines.hf_sampler import HfSampler
+
+    return HfSampler(
+        context.model(policy, dtype=job.rollout.dtype, runtime=job.runtime),
+        load_tokenizer(policy.folder, policy.ref),
+        batch_size=job.runtime.rollout_batch_size,
+    )
+
+
+def _settings(job: RolloutJob) -> SamplingSettings:
+    names = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
+    return SamplingSettings(**{name: getattr(job.rollout, name) for name in names})
+
+
+def _requests(part: Sequence[PlannedPrompt], job: RolloutJob) -> list[SampleRequest]:
+    return [
+        SampleRequest(
+            prompt_ids=prompt.ids, seed=_seed(job, prompt.prompt_id, index), max_new_tokens=prompt.max_new_tokens
+        )
+        for prompt in part
+        for index in range(job.rollout.group_size)
+    ]
+
+
+def _seed(job: RolloutJob, prompt_id: str, sample_index: int) -> int:
+    return identity_seed("sample", job.seed, job.iteration, prompt_id, sample_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    sample: Sample
+    text: str
+    mask: bool
+    status: str
+    error: str | None
+    num_prompt_tokens: int
+
+
+def _rows(
+    part: Sequence[PlannedPrompt], samples: Sequence[Sample], job: RolloutJob, tokenizer: Tokenizer
+) -> Iterator[_Row]:
+    texts = tokenizer.decode_many([sample.completion_ids for sample in samples])
+    for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        error = _fault(sample, job)
+        empty = error is None and len(sample.completion_ids) == 0
+        cut = min((text.find(stop) for stop in job.rollout.stop if stop in text), default=len(text))
+        yield _Row(
+            sample=sample,
+            text=text[:cut],
+            mask=not (sample.finish_reason == "length" and job.rollout.truncated == "mask"),
+            status="failed" if error else "empty" if empty else "ok",
+            error=error,
+            num_prompt_tokens=len(part[number // job.rollout.group_size].ids),
+        )
+
+
+def _fault(sample: Sample, job: RolloutJob) -> str | None:
+    if sample.error is not None:
+        return sample.error
+    if len(sample.logprobs) != len(sample.completion_ids):
+        return f"{len(sample.logprobs)} log-probabilities for {len(sample.completion_ids)} tokens"
+    if not np.isfinite(sample.logprobs).all():
+        return "a log-probability is not finite; suspect bad weights"
+    if sample.finish_reason == "length" and job.rollout.truncated == "drop":
+        return "hit max_new_tokens (rollout.truncated: drop)"
+    return None
+
+
+def _table(
+    rows: Sequence[_Row], part: Sequence[PlannedPrompt], job: RolloutJob, policy: Policy, prompts: PromptSet
+) -> pa.Table:
+    size = job.rollout.group_size
+    groups = [f"{prompt.prompt_id}@{job.iteration}" for prompt in part]
+    texts = [prompts.prompts[prompt.row] for prompt in part]
+    shown = [text if isinstance(text, str) else canonical_json(text) for text in texts]
+    columns: dict[str, Any] = {
+        "sample_id": [f"{group}#{index}" for group in groups for index in range(size)],
+        "group_id": [group for group in groups for _ in range(size)],
+        "prompt_id": [prompt.prompt_id for prompt in part for _ in range(size)],
+        "sample_index": [index for _ in part for index in range(size)],
+        "prompt": [text for text in shown for _ in range(size)],
+        "completion": [row.text for row in rows],
+        "prompt_ids": [prompt.ids for prompt in part for _ in range(size)],
+        "completion_ids": [row.sample.completion_ids for row in rows],
+        "completion_mask": [np.full(len(row.sample.completion_ids), row.mask) for row in rows],
+        "rollout_logprobs": [None if row.status == "failed" else row.sample.logprobs for row in rows],
+        "finish_reason": [row.sample.finish_reason for row in rows],
+        "policy_version": [policy.version] * len(rows),
+        "seed": [_seed(job, prompt.prompt_id, index) for prompt in part for index in range(size)],
+        "status": [row.status for row in rows],
+        "error": [row.error for row in rows],
+        "source": prompts.source.take(pa.array([prompt.row for prompt in part for _ in range(size)])),
+    }
+    schema = ROLLOUTS.arrow_schema({"source": prompts.source.type})
+    return pa.table({field.name: pa.array(columns[field.name], type=field.type) for field in schema}, schema=schema)
+
+
+def _counts(rows: Sequence[_Row]) -> dict[str, int]:
+    return {status: sum(row.status == status for row in rows) for status in ("ok", "empty", "failed")}
+
+
+def _stats(rows: Sequence[_Row]) -> dict[str, Any]:
+    return {
+        "truncated": sum(row.sample.finish_reason == "length" for row in rows),
+        "prompt_tokens": sum(row.num_prompt_tokens for row in rows),
+        "completion_tokens": sum(len(row.sample.completion_ids) for row in rows),
+        "logprob_sum": float(sum(row.sample.logprobs.sum(dtype=np.float64) for row in rows if row.status == "ok")),
+    }
+
+
+def _accounting(shards: Sequence[Shard], skipped: int, job: RolloutJob) -> RowAccounting:
+    failed = sum(shard.counts["failed"] for shard in shards)
+    total = sum(shard.rows for shard in shards)
+    if failed > job.rollout.failed_budget * total:
+        raise GateFailed(
+            f"{job.out}: {failed} of {total} rows failed in the sampler, budget {job.rollout.failed_budget:.0%} "
+            "(rollout.failed_budget); see the error column of its shards"
+        )
+    return RowAccounting(input=total + skipped, ok=total - failed, skipped=skipped, failed=failed)
+
+
+def _summary(shards: Sequence[Shard], job: RolloutJob) -> dict[str, Any]:
+    total = sum(shard.rows for shard in shards)
+    tokens = sum(shard.stats["completion_tokens"] for shard in shards)
+    truncated = sum(shard.stats["truncated"] for shard in shards) / total
+    if truncated > job.rollout.max_truncated_ratio:
+        raise GateFailed(
+            f"{job.out}: {truncated:.0%} of completions hit max_new_tokens, limit {job.rollout.max_truncated_ratio:.0%} "
+            "(rollout.max_truncated_ratio); raise rollout.max_new_tokens"
+        )
+    if truncated > TRUNCATED_WARN:
+        log.warning("%.0f %% of completions hit max_new_tokens; raise rollout.max_new_tokens?", 100 * truncated)
+    return {
+        "num_completions": total,
+        "num_empty": sum(shard.counts["empty"] for shard in shards),
+        "mean_completion_tokens": tokens / total,
+        "truncated_ratio": truncated,
+        "mean_logprob": sum(shard.stats["logprob_sum"] for shard in shards) / max(1, tokens),
+    }
+
+
+def _sampling(job: RolloutJob, sampler: Sampler | None, prompts: PromptSet) -> Sampling:
+    settings = job.rollout
+    return Sampling(
+        engine=sampler.name if sampler is not None else settings.engine,
+        group_size=settings.group_size,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        max_new_tokens=settings.max_new_tokens,
+        dtype=settings.dtype,
+        logprobs="processed",
+        prompt_format=prompts.format,
+        reproducible=sampler.reproducible if sampler is not None else True,
+    )

@@ -1,0 +1,427 @@
+"""Give each completion a reward and, compared with its group, an advantage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from grpoctl.algorithms.advantages import advantages, token_advantages
+from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
+from grpoctl.config import RewardConfig, ScoreJob, defining
+from grpoctl.errors import GateFailed, InputRefused, PluginFailed, UsageError
+from grpoctl.prompts import ROW_FIELD
+from grpoctl.rewards.inputs import RewardReference, check_columns
+from grpoctl.rewards.reference import resolve_reward
+from grpoctl.rewards.sample import FAILED_STATUSES, RewardOutcome, RewardSample
+from grpoctl.rewards.worker import RewardPool
+from grpoctl.schema.manifest import Parent, RowAccounting, Shard
+from grpoctl.schema.tables import SCORES
+from grpoctl.stages.base import Context, StageResult, already_done, check_outside, environment, finished, planned
+from grpoctl.stages.joins import require_made_from, require_same_rows
+
+log = logging.getLogger("grpoctl")
+BATCH_WIDE: Final = frozenset({"batch", "reinforce_plus_plus_baseline", "gpg"})
+"""Estimators that look at the whole artifact, not at one group."""
+COLUMNS: Final = ["sample_id", "group_id", "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "finish_reason", "status", "error", "source"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """One shard's rows with their outcomes, before advantages."""
+
+    index: int
+    rows: list[dict[str, Any]]
+    rewards: list[dict[str, float | None]]
+    outcomes: list[RewardOutcome]
+
+
+def run(job: ScoreJob, context: Context) -> StageResult:
+    """Score a rollouts artifact.
+
+    Raises:
+        UsageError: no reward named, or one that doesn't exist.
+        InputRefused: columns that a reward needs are missing or null.
+        PluginFailed: rewards failed beyond the budget.
+        GateFailed: all rewards equal, or too many incomplete groups.
+    """
+    check_outside(job.out, job.rollouts, job.logprobs)
+    rollouts = open_artifact(job.rollouts, table="rollouts")
+    references = [(config, _resolve(config)) for config in job.score.rewards]
+    if not references:
+        raise UsageError("no reward; name one with --reward accuracy, --reward file.py:function or --reward package.module:f")
+    logprobs = _logprobs(job, rollouts)
+    work = Work(
+        stage="score",
+        table=SCORES,
+        definition=_definition(job, rollouts, logprobs, references),
+        config=job.model_dump(mode="json"),
+        parents=_parents(rollouts, logprobs),
+        num_shards=len(rollouts.manifest.shards),
+    )
+    done = already_done(job.out, work)
+    if done is not None:
+        return done
+    _check_group_size(job, rollouts)
+    for _, reference in references:
+        check_columns(reference, _source_columns(rollouts))
+    if context.dry_run:
+        return planned(job.out, work, rewards=[reference.name for _, reference in references])
+    return _score(job, context, work, (rollouts, logprobs), references)
+
+
+def _resolve(config: RewardConfig) -> RewardReference:
+    return resolve_reward(
+        config.ref,
+        signature=config.signature,
+        kwargs=config.kwargs,
+        name=config.name,
+        allow_null=config.allow_null,
+    )
+
+
+def _logprobs(job: ScoreJob, rollouts: Artifact) -> Artifact | None:
+    if job.score.kl_coef == 0:
+        return None
+    if job.logprobs is None:
+        raise UsageError("score.kl_coef above 0 needs --logprobs with old_logprobs and ref_logprobs")
+    artifact = open_artifact(job.logprobs, table="logprobs")
+    require_made_from(artifact, rollouts)
+    return artifact
+
+
+def _parents(rollouts: Artifact, logprobs: Artifact | None) -> list[Parent]:
+    return [rollouts.parent("rollouts")] + ([logprobs.parent("logprobs")] if logprobs else [])
+
+
+def _definition(
+    job: ScoreJob,
+    rollouts: Artifact,
+    logprobs: Artifact | None,
+    references: Sequence[tuple[RewardConfig, RewardReference]],
+) -> dict[str, Any]:
+    return {
+        "stage": "score",
+        "table_version": SCORES.version,
+        "score": {**defining(job.score), "rewards": None},
+        "rewards": [
+            {
+                "name": reference.name,
+                "signature": reference.signature,
+                "kwargs": dict(reference.kwargs),
+                "source_digest": reference.source_digest,
+                "weight": config.weight,
+            }
+            for config, reference in references
+        ],
+        "combination": "weighted sum of the rewards that scored the row",
+        "rollouts": rollouts.manifest.content_digest,
+        "logprobs": logprobs.manifest.content_digest if logprobs else None,
+    }
+
+
+def _check_group_size(job: ScoreJob, rollouts: Artifact) -> None:
+    assert rollouts.manifest.sampling is not None
+    if rollouts.manifest.sampling.group_size < 2 and job.score.advantages != "none":
+        raise InputRefused(
+            f"{job.rollouts}: groups of size 1 have no deviation or baseline for {job.score.advantages}; "
+            "sample with --group-size 2 or more, or score with --advantages none"
+        )
+
+
+def _source_columns(rollouts: Artifact) -> list[str]:
+    source = rollouts.read_shard(0).schema.field("source").type
+    return [source.field(i).name for i in range(source.num_fields) if source.field(i).name != ROW_FIELD]
+
+
+def _score(
+    job: ScoreJob,
+    context: Context,
+    work: Work,
+    inputs: tuple[Artifact, Artifact | None],
+    references: Sequence[tuple[RewardConfig, RewardReference]],
+) -> StageResult:
+    rollouts, logprobs = inputs
+    writer = ArtifactWriter(url=job.out, work=work)
+    todo = writer.missing_shards(context.selected(work.num_shards))
+    batch_wide = job.score.advantages in BATCH_WIDE
+    if batch_wide and context.shards is not None:
+        raise UsageError(f"--shards: {job.score.advantages} looks at the whole batch; score it in one job")
+    if batch_wide and todo:
+        todo = list(range(work.num_shards))
+    started = time.monotonic()
+    with ExitStack() as stack:
+        pool = None
+        if todo:
+            iteration = int(rollouts.manifest.definition.get("iteration", 0))
+            pool = stack.enter_context(_pool(job, [reference for _, reference in references], iteration))
+        held: list[_Scored] = []
+        for index in context.follow(todo, "score"):
+            assert pool is not None
+            held.append(_score_shard(index, rollouts, pool, references))
+            if not batch_wide:
+                _write(job, writer, held, (rollouts, logprobs))
+                held.clear()
+        _write(job, writer, held, (rollouts, logprobs))
+    seconds = time.monotonic() - started
+    artifact = writer.commit(
+        rows=lambda shards: _accounting(shards, job),
+        policy=rollouts.manifest.policy,
+        sampling=rollouts.manifest.sampling,
+        stats=lambda shards: _summary(shards, job, rollouts),
+        tokens={},
+        timings={"scoring_seconds": seconds},
+        environment=environment(),
+    )
+    return finished(writer, artifact)
+
+
+def _pool(job: ScoreJob, references: Sequence[RewardReference], iteration: int) -> RewardPool:
+    log_path = Path(job.out) / "_logs" / "rewards.log" if "://" not in job.out else None
+    return RewardPool(
+        references,
+        num_workers=job.runtime.reward_workers,
+        timeout_seconds=job.score.timeout_seconds,
+        log_path=log_path,
+        iteration=iteration,
+    )
+
+
+def _score_shard(
+    index: int, rollouts: Artifact, pool: RewardPool, references: Sequence[tuple[RewardConfig, RewardReference]]
+) -> _Scored:
+    assert rollouts.manifest.sampling is not None
+    messages = rollouts.manifest.sampling.prompt_format == "messages"
+    rows = rollouts.read_shard(index, COLUMNS).to_pylist()
+    usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
+    samples = [_sample(rows[number], messages) for number in usable]
+    by_reward = {reference.name: pool.score(reference.name, samples) for _, reference in references}
+    weights = {reference.name: config.weight for config, reference in references}
+    position = {number: place for place, number in enumerate(usable)}
+    outcomes, rewards = [], []
+    for number, row in enumerate(rows):
+        place = position.get(number)
+        if place is None:
+            failure = f"the rollout failed: {row['error']}"
+            outcomes.append(RewardOutcome(reward=None, status="unscorable", error=failure, seconds=0.0))
+            rewards.append(dict.fromkeys(weights))
+        else:
+            parts = {name: results[place] for name, results in by_reward.items()}
+            outcomes.append(combine(parts, weights))
+            rewards.append(_values(parts))
+    return _Scored(index=index, rows=rows, rewards=rewards, outcomes=outcomes)
+
+
+def _sample(row: Mapping[str, Any], messages: bool) -> RewardSample:
+    source = {name: value for name, value in (row["source"] or {}).items() if name != ROW_FIELD}
+    return RewardSample(
+        sample_id=row["sample_id"],
+        prompt=json.loads(row["prompt"]) if messages else row["prompt"],
+        completion=row["completion"],
+        prompt_ids=row["prompt_ids"],
+        completion_ids=row["completion_ids"],
+        finish_reason=row["finish_reason"],
+        source=source,
+    )
+
+
+def _values(parts: Mapping[str, RewardOutcome]) -> dict[str, Any]:
+    """Return each reward's raw value, and numbers it reported beside it as `name.key`."""
+    values: dict[str, Any] = {}
+    for name, outcome in parts.items():
+        values[name] = outcome.reward
+        for key, extra in outcome.extras.items():
+            if isinstance(extra, int | float) and math.isfinite(extra):
+                values[f"{name}.{key}"] = float(extra)
+    return values
+
+
+def combine(parts: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> RewardOutcome:
+    """Fold one completion's outcomes into its reward.
+
+    A reward that says None (unscorable) is left out of the sum, as in TRL; one that failed leaves the row without a
+    reward, for a failure must never look like a 0.
+    """
+    seconds = sum(part.seconds for part in parts.values())
+    failed = [(name, part) for name, part in parts.items() if part.status in FAILED_STATUSES]
+    if failed:
+        name, part = failed[0]
+        return RewardOutcome(reward=None, status=part.status, error=f"{name}: {part.error}", seconds=seconds)
+    scored = [weights[name] * part.reward for name, part in parts.items() if part.reward is not None]
+    if not scored:
+        return RewardOutcome(reward=None, status="unscorable", error=None, seconds=seconds)
+    return RewardOutcome(reward=float(sum(scored)), status="ok", error=None, seconds=seconds)
+
+
+def _write(
+    job: ScoreJob, writer: ArtifactWriter, held: Sequence[_Scored], inputs: tuple[Artifact, Artifact | None]
+) -> None:
+    if not held:
+        return
+    _, logprobs = inputs
+    rows = [row for scored in held for row in scored.rows]
+    outcomes = [outcome for scored in held for outcome in scored.outcomes]
+    rewards = np.array([np.nan if o.reward is None else o.reward for o in outcomes], dtype=np.float64)
+    groups = np.unique([row["group_id"] for row in rows], return_inverse=True)[1]
+    dropped = _dropped_groups(rows, outcomes, groups, job)
+    usable = np.where(np.isin(groups, list(dropped)), np.nan, rewards)
+    lengths = [sum(row["completion_mask"]) for row in rows]
+    values = advantages(
+        usable, groups, method=job.score.advantages, eps=job.score.advantage_eps, lengths=lengths
+    )
+    num_scored = np.bincount(groups, weights=~np.isnan(rewards)).astype(int)[groups]
+    start = 0
+    for scored in held:
+        part = slice(start, start + len(scored.rows))
+        start = part.stop
+        table = _table(scored, values[part], num_scored[part], _token_advantages(job, logprobs, scored, values[part]))
+        stats = _stats(scored, values[part], groups[part], dropped)
+        counts = {s: sum(o.status == s for o in scored.outcomes) for s in ("ok", "unscorable", *sorted(FAILED_STATUSES))}
+        writer.write_shard(scored.index, table, counts=counts, stats=stats)
+
+
+def _dropped_groups(
+    rows: Sequence[Mapping[str, Any]], outcomes: Sequence[RewardOutcome], groups: Any, job: ScoreJob
+) -> set[int]:
+    """Return the groups with a member that failed in the sampler or in a reward, where the policy is to drop them."""
+    incomplete = {
+        int(group)
+        for row, outcome, group in zip(rows, outcomes, groups, strict=True)
+        if row["status"] == "failed" or outcome.status in FAILED_STATUSES
+    }
+    if incomplete and job.score.incomplete_groups == "error":
+        raise GateFailed(
+            f"{job.out}: {len(incomplete)} groups have members without a reward (score.incomplete_groups: error)"
+        )
+    return incomplete if job.score.incomplete_groups == "drop" else set()
+
+
+def _token_advantages(
+    job: ScoreJob, logprobs: Artifact | None, scored: _Scored, values: Any
+) -> list[Any]:
+    if logprobs is None:
+        return [None] * len(scored.rows)
+    table = logprobs.read_shard(scored.index)
+    require_same_rows([row["sample_id"] for row in scored.rows], table.column("sample_id").to_pylist(), logprobs.url)
+    result = []
+    for value, old, ref in zip(values, table["old_logprobs"].to_pylist(), table["ref_logprobs"].to_pylist(), strict=True):
+        if old is None or ref is None:
+            raise InputRefused(f"{logprobs.url}: score.kl_coef needs both old_logprobs and ref_logprobs; recompute it")
+        unscored = math.isnan(value)
+        result.append(None if unscored else token_advantages(value, old, ref, kl_coef=job.score.kl_coef))
+    return result
+
+
+def _table(scored: _Scored, values: Any, num_scored: Any, by_token: Sequence[Any]) -> pa.Table:
+    names = list(dict.fromkeys(name for row in scored.rewards for name in row))
+    kind = pa.struct([pa.field(name, pa.float64()) for name in names])
+    columns: dict[str, Any] = {
+        "sample_id": [row["sample_id"] for row in scored.rows],
+        "group_id": [row["group_id"] for row in scored.rows],
+        "reward": [outcome.reward for outcome in scored.outcomes],
+        "rewards": [{name: row.get(name) for name in names} for row in scored.rewards],
+        "reward_status": [outcome.status for outcome in scored.outcomes],
+        "reward_error": [outcome.error for outcome in scored.outcomes],
+        "reward_seconds": [outcome.seconds for outcome in scored.outcomes],
+        "advantage": [None if math.isnan(value) else float(value) for value in values],
+        "token_advantages": list(by_token),
+        "num_scored_in_group": [int(count) for count in num_scored],
+    }
+    schema = SCORES.arrow_schema({"rewards": kind})
+    return pa.table({field.name: pa.array(columns[field.name], type=field.type) for field in schema}, schema=schema)
+
+
+def _stats(scored: _Scored, values: Any, groups: Any, dropped: set[int]) -> dict[str, Any]:
+    rewards = np.array([o.reward for o in scored.outcomes if o.reward is not None], dtype=np.float64)
+    names = list(dict.fromkeys(name for row in scored.rewards for name in row))
+    present = {name: [row[name] for row in scored.rewards if row.get(name) is not None] for name in names}
+    signal = {int(group) for group, value in zip(groups, values, strict=True) if not math.isnan(value) and value != 0}
+    return {
+        "num_rewards": len(rewards),
+        "reward_sum": float(rewards.sum()),
+        "reward_square_sum": float((rewards**2).sum()),
+        "reward_min": float(rewards.min()) if len(rewards) else None,
+        "reward_max": float(rewards.max()) if len(rewards) else None,
+        "by_name": {name: [len(found), float(np.sum(found))] for name, found in present.items()},  # type: ignore[arg-type]
+        "num_groups": len(set(map(int, groups))),
+        "num_dropped_groups": len(dropped & set(map(int, groups))),
+        "num_signal_groups": len(signal),
+    }
+
+
+def _accounting(shards: Sequence[Shard], job: ScoreJob) -> RowAccounting:
+    total = sum(shard.rows for shard in shards)
+    failed = sum(shard.counts[status] for shard in shards for status in FAILED_STATUSES)
+    unscorable = sum(shard.counts["unscorable"] for shard in shards)
+    if failed > job.score.error_budget * total:
+        raise PluginFailed(
+            f"{job.out}: rewards failed for {failed} of {total} rows, budget {job.score.error_budget:.0%} "
+            f"(score.error_budget); see reward_error in {job.out}/data: {_first_error(shards, job)}"
+        )
+    return RowAccounting(input=total, ok=total - failed - unscorable, skipped=unscorable, failed=failed)
+
+
+def _first_error(shards: Sequence[Shard], job: ScoreJob) -> str:
+    import pyarrow.parquet as pq
+
+    from grpoctl.storage import locate, read_bytes
+
+    for shard in shards:
+        table = pq.read_table(pa.BufferReader(read_bytes(locate(job.out).child(shard.part))), columns=["reward_error"])
+        for message in table.column(0).to_pylist():
+            if message is not None:
+                return str(message).splitlines()[0]
+    return "no message"
+
+
+def _sum(shards: Sequence[Shard], name: str) -> float:
+    return sum(shard.stats[name] for shard in shards)
+
+
+def _by_name(shards: Sequence[Shard]) -> Iterator[tuple[str, float | None]]:
+    for name in dict.fromkeys(name for shard in shards for name in shard.stats["by_name"]):
+        found = [shard.stats["by_name"].get(name, [0, 0.0]) for shard in shards]
+        count = sum(number for number, _ in found)
+        yield name, sum(total for _, total in found) / count if count else None
+
+
+def _summary(shards: Sequence[Shard], job: ScoreJob, rollouts: Artifact) -> dict[str, Any]:
+    count, groups, dropped = (int(_sum(shards, k)) for k in ("num_rewards", "num_groups", "num_dropped_groups"))
+    if dropped > job.score.incomplete_budget * groups:
+        raise GateFailed(
+            f"{job.out}: {dropped} of {groups} groups are incomplete, budget {job.score.incomplete_budget:.0%} "
+            "(score.incomplete_budget); see reward_error and the rollouts' error column"
+        )
+    low = min((s.stats["reward_min"] for s in shards if s.stats["reward_min"] is not None), default=None)
+    high = max((s.stats["reward_max"] for s in shards if s.stats["reward_max"] is not None), default=None)
+    if count > 1 and low == high:
+        _all_equal(low, count, job, rollouts)
+    mean = _sum(shards, "reward_sum") / count if count else None
+    variance = max(0.0, _sum(shards, "reward_square_sum") / count - mean**2) if mean is not None else 0.0
+    return {
+        "reward_mean": mean,
+        "reward_std": math.sqrt(variance),
+        "reward_min": low,
+        "reward_max": high,
+        "rewards": dict(_by_name(shards)),
+        "num_groups": groups,
+        "num_dropped_groups": dropped,
+        "signal_groups_ratio": _sum(shards, "num_signal_groups") / groups if groups else 0.0,
+    }
+
+
+def _all_equal(value: float | None, count: int, job: ScoreJob, rollouts: Artifact) -> None:
+    first = rollouts.manifest.definition.get("iteration", 0) == 0
+    message = f"{job.out}: all {count} rewards are {value}; is the scorer alive?"
+    if job.score.fail_if_all_equal == "always" or (job.score.fail_if_all_equal == "first" and first):
+        raise GateFailed(f"{message} Check it with `grpoctl reward test`, or set score.fail_if_all_equal: never")
+    log.warning("%s", message)
