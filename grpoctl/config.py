@@ -5,7 +5,7 @@ Imports neither torch nor pyarrow. What can't change a result sits under `runtim
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -306,6 +306,9 @@ class RuntimeConfig(Section):
 class _Job(Section):
     """Inputs, output and settings of one stage: everything its command line can say."""
 
+    runs_forward: ClassVar[bool] = False
+    """Whether the training framework's forward runs, so that --micro-batch-tokens means something."""
+
     runtime: RuntimeConfig = RuntimeConfig()
     """What never changes the result."""
 
@@ -343,6 +346,8 @@ class ScoreJob(_Job):
 class LogprobJob(_Job):
     """Recompute log-probabilities with the training framework."""
 
+    runs_forward: ClassVar[bool] = True
+
     rollouts: Annotated[str, Flag("--rollouts")] = "rollouts"
     """Rollouts artifact."""
     policy: Annotated[str | None, Flag("--policy")] = None
@@ -357,6 +362,8 @@ class LogprobJob(_Job):
 
 class UpdateJob(_Job):
     """Take the optimizer steps over one batch of rollouts."""
+
+    runs_forward: ClassVar[bool] = True
 
     rollouts: Annotated[str, Flag("--rollouts")] = "rollouts"
     """Rollouts artifact."""
@@ -391,6 +398,8 @@ class SyncJob(_Job):
 
 class PipelineConfig(_Job):
     """A pipeline file: the cycle of stages, iteration after iteration."""
+
+    runs_forward: ClassVar[bool] = True
 
     name: str
     """Name of the run."""

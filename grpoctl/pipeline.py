@@ -57,7 +57,9 @@ class Origin:
         run_dir, _, name = head.rpartition("/")
         number = name.removeprefix("iter-")
         if stage not in ARTIFACTS or not run_dir or not number.isdigit():
-            raise UsageError(f"--from {text}: expected RUN_DIR/iter-000003/STAGE with STAGE one of {', '.join(ARTIFACTS)}")
+            raise UsageError(
+                f"--from {text}: expected RUN_DIR/iter-000003/STAGE with STAGE one of {', '.join(ARTIFACTS)}"
+            )
         return Origin(run_dir=run_dir, iteration=int(number), stage=stage)
 
     def covers(self, iteration: int, stage: str) -> bool:

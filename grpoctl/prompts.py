@@ -140,7 +140,9 @@ def _ids(table: pa.Table, config: PromptsConfig, digest: str) -> list[str]:
     ids = [str(value) for value in values]
     repeated = [name for name, count in Counter(ids).items() if count > 1]
     if repeated:
-        raise InputRefused(f"{config.path}: {len(repeated)} ids occur more than once in {config.id_column}: {repeated[:5]}")
+        raise InputRefused(
+            f"{config.path}: {len(repeated)} ids occur more than once in {config.id_column}: {repeated[:5]}"
+        )
     return ids
 
 
@@ -165,7 +167,9 @@ def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig)
     for prompt_id, value in zip(ids, values, strict=True):
         _check_messages(value, f"{config.path}: {prompt_id}: {config.column}", config.allow_empty)
     if config.chat_template == "never":
-        raise InputRefused(f"{config.path}: prompts are messages, which need a template; set prompts.chat_template: auto")
+        raise InputRefused(
+            f"{config.path}: prompts are messages, which need a template; set prompts.chat_template: auto"
+        )
     return [[{k: v for k, v in turn.items() if v is not None} for turn in value] for value in values], "messages"
 
 
@@ -185,7 +189,9 @@ def _check_messages(value: Any, where: str, allow_empty: bool) -> None:
         raise InputRefused(f"{where}: found {found}, expected text or a message list")
     for number, turn in enumerate(value):
         if not isinstance(turn, dict):
-            raise InputRefused(f"{where}[{number}]: found {type(turn).__name__}, expected a message with role and content")
+            raise InputRefused(
+                f"{where}[{number}]: found {type(turn).__name__}, expected a message with role and content"
+            )
         for key in ("role", "content"):
             if not isinstance(turn.get(key), str):
                 raise InputRefused(f"{where}[{number}].{key}: found {turn.get(key)!r}, expected text")

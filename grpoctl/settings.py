@@ -41,6 +41,8 @@ class FlagField:
 def flag_fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[FlagField]:
     """Yield every flag of a job, in the order of declaration."""
     for name, field in model.model_fields.items():
+        if name == "runtime" and not getattr(model, "runs_forward", True):
+            continue
         for flag in (item for item in field.metadata if isinstance(item, Flag)):
             yield FlagField(flag=str(flag), path=(*prefix, name), field=field)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

@@ -47,9 +47,15 @@ def token_logprobs(
     size = head.shape[0] if vocab_size is None else vocab_size
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
         raise ValueError(f"token ids must be within 0 … {size - 1}, found {int(ids.min())} … {int(ids.max())}")
+    chunk = _even_chunk(ids.shape[0], chunk_tokens)
     with _full_precision(hidden):
-        logprobs, entropy = _ChunkedLogSoftmax.apply(hidden, head, ids, temperature, size, with_entropy, chunk_tokens)
+        logprobs, entropy = _ChunkedLogSoftmax.apply(hidden, head, ids, temperature, size, with_entropy, chunk)
     return logprobs, entropy if with_entropy else None
+
+
+def _even_chunk(num_positions: int, most: int) -> int:
+    """Return the size of the fewest, equal chunks: a last chunk of one to three rows would meet another matrix kernel."""
+    return max(1, -(-num_positions // max(1, -(-num_positions // most))))
 
 
 class _ChunkedLogSoftmax(torch.autograd.Function):

@@ -126,18 +126,31 @@ class Trainer(Protocol):
         ...
 
 
-def chunks_by_tokens(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
-    """Yield micro-batches whose padded size (rows × longest) stays within the budget; a longer unit runs alone.
+def padded_width(num_tokens: int) -> int:
+    """Return the width that a row of this length is padded to: whole blocks of 64, coarser (an eighth) for long rows.
 
-    Units are taken longest first, ties by position, so padding is small and the cut depends on the batch alone.
+    A row's width depends on its own length alone and only rows of one width run together. Reductions over the width then
+    never change order, so a row's result came out bit-equal whatever its neighbours (CPU, float32), and the
+    ratio of an on-policy first step is exactly 1.
+    """
+    quantum = max(64, (1 << max(0, num_tokens.bit_length() - 1)) // 8)
+    return -(-num_tokens // quantum) * quantum
+
+
+def chunks_by_tokens(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
+    """Yield micro-batches of one width whose padded size (rows × width) stays within the budget.
+
+    Units are taken longest first, ties by position; one wider than the budget runs alone.
     """
     order = sorted(range(len(units)), key=lambda i: (-units[i].num_tokens, i))
     batch: list[Unit] = []
+    width = 0
     for i in order:
-        width = batch[0].num_tokens if batch else units[i].num_tokens
-        if batch and width * (len(batch) + 1) > budget:
+        own = padded_width(units[i].num_tokens)
+        if batch and (own != width or width * (len(batch) + 1) > budget):
             yield batch
             batch = []
+        width = own
         batch.append(units[i])
     if batch:
         yield batch

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from grpoctl.algorithms.token_logprobs import token_logprobs
-from grpoctl.engines.base import TokenIds, Unit
+from grpoctl.engines.base import TokenIds, Unit, padded_width
 
-WIDTH_MULTIPLE = 64
-"""Rows are padded to a multiple of this. Attention kernels work in blocks of up to 64 positions: with whole blocks a row's
-result came out bit-equal whatever its neighbours' lengths (CPU, float32), so a first ratio is exactly 1."""
+LEAST_POSITIONS = 8
+"""Positions handed to the head at least: fewer than four rows meet another matrix kernel, whose last bit differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +40,7 @@ class Packed:
     targets: Tensor
 
 
-def make_units(
-    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: Any, budget: int
-) -> list[Unit]:
+def make_units(prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: Any, budget: int) -> list[Unit]:
     """Group consecutive rows of one prompt into units that fit the budget.
 
     Args:
@@ -76,8 +73,7 @@ def make_units(
 
 def pack(units: Sequence[Unit], device: torch.device) -> Packed:
     """Build the tensors of one forward over the units."""
-    longest = max(unit.num_tokens for unit in units)
-    width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = padded_width(max(unit.num_tokens for unit in units))
     input_ids = np.zeros((len(units), width), dtype=np.int64)
     positions = np.zeros((len(units), width), dtype=np.int64)
     segments = np.full((len(units), width), -1, dtype=np.int32)
@@ -130,12 +126,16 @@ def unit_logprobs(
         empty = torch.zeros(0, device=policy.device)
         return empty, empty if with_entropy else None
     hidden = policy.hidden(packed.input_ids, packed.position_ids, packed.mask)
-    selected = hidden.reshape(-1, hidden.shape[-1])[packed.sources]
-    return token_logprobs(
-        selected,
+    count = packed.targets.shape[0]
+    spare = max(0, LEAST_POSITIONS - count)
+    sources = torch.cat([packed.sources, packed.sources[:1].expand(spare)])
+    targets = torch.cat([packed.targets, packed.targets[:1].expand(spare)])
+    logprobs, entropy = token_logprobs(
+        hidden.reshape(-1, hidden.shape[-1])[sources],
         policy.head,
-        packed.targets,
+        targets,
         temperature=temperature,
         vocab_size=policy.vocab_size,
         with_entropy=with_entropy,
     )
+    return logprobs[:count], None if entropy is None else entropy[:count]

@@ -64,7 +64,9 @@ class Tokenizer:
         try:
             text = self.inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
-            raise InputRefused(f"{self.folder}: the chat template refuses {json.dumps(messages)[:120]}: {error}") from error
+            raise InputRefused(
+                f"{self.folder}: the chat template refuses {json.dumps(messages)[:120]}: {error}"
+            ) from error
         return np.asarray(self.inner(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:

@@ -37,7 +37,7 @@ def accuracy(*, column: str = "answer", strict: bool = False) -> Callable[[Rewar
 
 
 def answer_format(*, require_think: bool = False) -> Callable[[RewardSample], float]:
-    """Return a reward of 1.0 where the completion is an optional `<think>` block, one `<answer>` block, nothing else; else 0.0.
+    """Return a reward of 1.0 where the completion is an optional `<think>` block and one `<answer>` block, else 0.0.
 
     Args:
         require_think: without a `<think>` block the reward is 0.0.

@@ -32,8 +32,8 @@ def code(
     """Return a reward of 1.0 where the program passes all tests, else 0.0 (or the fraction passed).
 
     Args:
-        column: the tests: Python statements as text or a list of texts (`assert f(1) == 2`), or input/output pairs as a list of
-            `{"input": …, "output": …}` or as `{"inputs": […], "outputs": […]}`; a text holding JSON of these is read as such.
+        column: the tests: Python statements as text or a list of texts (`assert f(1) == 2`), or input/output pairs as a
+            list of `{"input": …, "output": …}` or as `{"inputs": […], "outputs": […]}`; JSON text of these is read as such.
         partial: the reward is the fraction of tests passed.
         timeout_seconds: for all of a row's tests together; what has not ended by then failed.
         memory_mb: address space of the program, in MiB.
@@ -47,18 +47,17 @@ def code(
     def reward(sample: RewardSample) -> dict[str, Any]:
         tests = _tests(value_at(sample.source, column))
         program = last_program(sample.completion)
+        failures = ["no ```python block"] if program is None else []
         num_passed = 0
-        failure = "no ```python block" if program is None else ""
-        for test in tests if program is not None else []:
-            failed = _failure(
-                program or "", test, timeout_seconds=timeout_seconds, memory_bytes=memory_mb * 1024 * 1024
-            )
+        give_up = time.monotonic() + timeout_seconds
+        for test in tests if program else []:
+            failed = _failure(program or "", test, give_up - time.monotonic(), memory_mb * 1024 * 1024)
             num_passed += not failed
-            failure = failure or failed
+            failures += [failed] if failed else []
             if failed and not partial:
                 break
         score = num_passed / len(tests) if partial else float(num_passed == len(tests))
-        return {"score": score, "num_passed": num_passed, "num_tests": len(tests), "failure": failure}
+        return {"score": score, "num_passed": num_passed, "num_tests": len(tests), "failure": "".join(failures[:1])}
 
     return reward
 
@@ -69,8 +68,10 @@ def last_program(completion: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _failure(program: str, test: _Test, *, timeout_seconds: float, memory_bytes: int) -> str:
+def _failure(program: str, test: _Test, timeout_seconds: float, memory_bytes: int) -> str:
     """Run one test; return why it failed, or an empty text."""
+    if timeout_seconds <= 0:
+        return "no time left for this test"
     source = f"{program}\n\n{test.statements}\n"
     result = run_python(source, stdin=test.stdin, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
     if not result.finished and (test.stdout is None or result.exit_code != 0):

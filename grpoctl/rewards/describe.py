@@ -21,12 +21,13 @@ def described_in_child(ref: str, target: Target, kwargs: Mapping[str, Any]) -> d
         PluginFailed: the import raised, ended the process or did not end.
     """
     link = WorkerLink(OutputLog(None), environment=scrubbed_environment(os.environ), limits=(256, 0))
+    message: dict[str, Any] | None = None
     ending = ""
     try:
         link.post("describe", ref, target, dict(kwargs))
         message = _answer(link)
     finally:
-        ending = link.kill()
+        ending = link.kill(is_ending=message is None)
     if message is None:
         raise PluginFailed(f"reward {ref}: importing it failed or did not end within {IMPORT_SECONDS:g} s: {ending}")
     if message["kind"] == "refused":

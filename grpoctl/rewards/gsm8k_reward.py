@@ -18,8 +18,8 @@ _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]
 def gsm8k(*, column: str = "answer") -> Callable[[RewardSample], float | None]:
     """Return a reward of 1.0 where the completion's final number equals the reference's, else 0.0.
 
-    The completion's number is the last one on the line after its last `####` or `A:`; without such a marker there is none and
-    the reward is 0.0. Numbers are compared by value: 1,234 = 1234.0. A reference without any number is unscorable (None).
+    The completion's number is the last one on the line after its last `####` or `A:`; without such a marker there is none
+    and the reward is 0.0. Numbers are compared by value: 1,234 = 1234.0. A reference without a number is unscorable (None).
 
     Args:
         column: the reference's column: a number, or the data set's full solution with its `#### 18`.

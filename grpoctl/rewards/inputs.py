@@ -89,13 +89,14 @@ def refuse_unscorable_inputs(reference: RewardReference, samples: Sequence[Rewar
         for need in needs:
             if first_value(sample.source, need.paths) is None:
                 raise InputRefused(
-                    f"reward {reference.name} ({reference.ref}): {' or '.join(need.paths)} is null in row {sample.sample_id}; "
-                    "expected a value in every row. Fill or drop such rows, or say `allow_null: true` if the reward handles None"
+                    f"reward {reference.name} ({reference.ref}): {' or '.join(need.paths)} is null in row "
+                    f"{sample.sample_id}; expected a value in every row. Fill or drop such rows, or say "
+                    "`allow_null: true` if the reward handles None"
                 )
         if reference.signature == "openrlhf" and not isinstance(sample.prompt, str) and sample.prompt_text is None:
             raise InputRefused(
-                f"reward {reference.name} ({reference.ref}): the prompt of row {sample.sample_id} is a list of messages; an openrlhf "
-                "function is called with prompt and completion as one text. Use text prompts or another signature"
+                f"reward {reference.name} ({reference.ref}): the prompt of row {sample.sample_id} is a list of messages; "
+                "an openrlhf function gets prompt and completion as one text. Use text prompts or another signature"
             )
 
 
@@ -116,9 +117,9 @@ def check_callable(ref: str, signature: str, parameters: Sequence[Parameter], kw
         return
     left = [p.name for p in named(parameters) if p.required and p.name not in known and p.name not in kwargs]
     if left:
+        shown = ", ".join(name for name in known if name not in VERL_SOLUTION_NAMES[1:])
         raise UsageError(
-            f"reward {ref}: called as {signature} it gets {', '.join(n for n in known if n not in VERL_SOLUTION_NAMES[1:])}; "
-            f"nothing provides {left[0]!r}; bind it with kwargs"
+            f"reward {ref}: called as {signature} it gets {shown}; nothing provides {left[0]!r}; bind it with kwargs"
         )
 
 

@@ -53,7 +53,7 @@ def top_level_names(source: bytes) -> list[str]:
 def static_parameters(source: bytes, name: str) -> tuple[Parameter, ...] | None:
     """Return a top-level function's parameters from its source; None where only an import can tell.
 
-    That is the case for names that are assigned, imported, decorated or bound twice, and for functions that return functions.
+    That is so for names that are assigned, imported, decorated or bound twice, and for functions that return functions.
 
     Raises:
         SyntaxError: the file is not valid Python.

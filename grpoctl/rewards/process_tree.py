@@ -76,8 +76,8 @@ def _reap_all() -> bool:
 def fork_guarded(command_fd: int, *, close_in_guardian: tuple[int, ...], max_processes: int) -> None:
     """Fork; return in the child, the worker. The caller itself stays behind as its guardian and never returns.
 
-    The guardian kills the worker and all that it started when the last writer of `command_fd` is gone (the parent closed it or
-    died), when there are more than `max_processes` of them, or when the worker ended. It then ends as the worker did.
+    The guardian kills the worker and all that it started when the last writer of `command_fd` is gone (the parent closed it
+    or died), when there are more than `max_processes` of them, or when the worker ended. It then ends as the worker did.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guardian = os.getpid()
@@ -114,7 +114,7 @@ def _guard(worker: int, command_fd: int, max_processes: int) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(worker, signal.SIGKILL)
             kill_descendants(os.getpid())
-            _end_as(TOO_MANY_PROCESSES << 8 if crowded else status or 0)
+            _end_as(TOO_MANY_PROCESSES << 8 if crowded else signal.SIGKILL if status is None else status)
 
 
 def _ended(worker: int) -> int | None:

@@ -141,7 +141,8 @@ def _module_file(ref: str, module: str) -> Path:
     file = module_file(module)
     if file is None:
         raise UsageError(
-            f"reward {ref}: there is no module {module} in the working directory or on sys.path; a file is written path/file.py:function"
+            f"reward {ref}: there is no module {module} in the working directory or on sys.path; "
+            "a file is written path/file.py:function"
         )
     return file
 

@@ -23,8 +23,8 @@ _MAX_PROCESSES = 64
 _MAX_OUTPUT_BYTES = 1024 * 1024
 _POLL_SECONDS = 0.02
 
-# Runs inside. The program comes through a file that is closed before it starts, and so does the word that proves that it ran to its
-# end: a program that exits early cannot pass. Limits are set here, after bubblewrap dropped the right to raise them again.
+# Runs inside. The program comes through a file that is closed before it starts, and so does the word that proves that it ran
+# to its end: a program that exits early cannot pass. Limits are set here, when the right to raise them again is gone.
 _RUNNER = """
 import json, os, resource, sys
 with open(int(sys.argv[1])) as file:
@@ -69,8 +69,8 @@ def require_sandbox() -> None:
     failure = _probe_failure()
     if failure:
         raise UsageError(
-            f"reward code: bubblewrap cannot make a sandbox here: {failure}; programs never run on the bare host. Allow user "
-            "namespaces (sysctl kernel.unprivileged_userns_clone=1; in docker: --security-opt seccomp=unconfined)"
+            f"reward code: bubblewrap cannot make a sandbox here: {failure}; programs never run on the bare host. "
+            "Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; in docker: --security-opt seccomp=unconfined)"
         )
 
 
@@ -95,7 +95,7 @@ def _sandbox() -> list[str]:
 def run_python(source: str, *, stdin: str, timeout_seconds: float, memory_bytes: int) -> SandboxResult:
     """Run a program with the given standard input in a fresh sandbox."""
     word = secrets.token_hex(16)
-    job = {"source": source, "word": word, "memory": memory_bytes, "seconds": int(timeout_seconds) + 1}
+    job = {"source": source, "word": word, "memory": memory_bytes, "seconds": int(timeout_seconds) + 2}
     with contextlib.ExitStack() as stack:
         given, stdin_file, output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         _fill(given, json.dumps({**job, "output": _MAX_OUTPUT_BYTES}))
@@ -123,7 +123,7 @@ def _limit_hit(process: subprocess.Popen[bytes], timeout_seconds: float) -> str:
     try:
         while process.poll() is None and not limit:
             if time.monotonic() > give_up:
-                limit = f"no end within {timeout_seconds:g} s"
+                limit = "no end within its time"
             elif len(descendants(process.pid)) > _MAX_PROCESSES:
                 limit = f"started more than {_MAX_PROCESSES} processes"
             else:

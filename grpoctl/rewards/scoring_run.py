@@ -1,8 +1,8 @@
 """Hand a reward's completions to child processes and settle an outcome for each: one event loop, no threads.
 
-One-completion functions are looped over in the child, which reports every row, so the parent knows which row hung or crashed:
-that row costs one deadline and one restart. Batch functions are called with whole groups; a failing call is repeated by group,
-then row by row within the failing group, so one bad row costs three deadlines and the healthy groups keep calls of their own.
+One-completion functions are looped over in the child, which reports every row, so the parent knows which row hung or
+crashed: that row costs one deadline and one restart. Batch functions are called with whole groups; a failing call is
+repeated by group, then row by row within the failing group: one bad row costs three deadlines, healthy groups stay undivided.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Workers:
         self.running.append(Worker(link=self._start()))
         return self.running[-1]
 
-    def discard(self, worker: Worker) -> str:
-        """Kill a worker with everything that it started; return how it had ended."""
+    def discard(self, worker: Worker, *, is_ending: bool = False) -> str:
+        """Kill a worker with everything that it started; return how it ended."""
         self.running.remove(worker)
-        return worker.link.kill()
+        return worker.link.kill(is_ending=is_ending)
 
     def close(self) -> None:
         """End all workers."""
@@ -219,7 +219,7 @@ class ScoringRun:
         task = worker.task
         worker.task = None
         seconds = time.monotonic() - worker.row_start
-        ending = self._workers.discard(worker)
+        ending = self._workers.discard(worker, is_ending=status == "crash")
         if task is None:
             return
         if self._call.name not in worker.link.loaded:

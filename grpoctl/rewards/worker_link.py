@@ -27,11 +27,17 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-_BOOT = "import sys; sys.path[:] = {path!r}; from grpoctl.rewards.worker_child import main; main({command}, {result}, {limits})"
+_BOOT = """import sys; sys.path[:] = {path!r}
+from grpoctl.rewards.worker_child import main; main({command}, {result}, {limits})"""
 
 
 def scrubbed_environment(environment: Mapping[str, str], *, keep: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment without what looks like a secret, by name or as a password in a URL, but for the names to keep."""
+    """Return the environment without what looks like a secret: by its name, or a URL with a password in it.
+
+    Args:
+        environment: the variables.
+        keep: names to pass on all the same.
+    """
     clean = {
         name: value
         for name, value in environment.items()
@@ -155,12 +161,17 @@ class WorkerLink:
     def close(self) -> None:
         """Let the child end by itself for a second, then kill it."""
         self.post("exit")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_SECONDS)
-        self.kill()
+        self.kill(is_ending=True)
 
-    def kill(self) -> str:
-        """Kill the child and everything it started; return how it had ended, with the last lines it printed."""
+    def kill(self, *, is_ending: bool) -> str:
+        """Kill the child and everything it started; return how it ended, with the last lines it printed.
+
+        Args:
+            is_ending: the child is about to end by itself; give it a second, so that it can say how.
+        """
+        if is_ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_SECONDS)
         os.close(self.command_fd)  # the guardian kills the whole tree when the last writer is gone
         try:
             self._process.wait(_KILL_SECONDS)

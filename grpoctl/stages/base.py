@@ -135,9 +135,7 @@ class Context:
         if key not in self.models:
             size = load_tokenizer(policy.folder, policy.ref).vocab_size
             with memory_errors("loading the model", "a smaller dtype or another device"):
-                loaded = load_policy(
-                    policy.folder, ref=policy.ref, vocab_size=size, device=runtime.device, dtype=dtype
-                )
+                loaded = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device=runtime.device, dtype=dtype)
             self.models[key] = loaded
             while len(self.models) > WARM_MODELS:
                 self.models.popitem(last=False)
@@ -255,5 +253,3 @@ def require_same_tokenizer(policy: Policy, digest: str, where: str) -> None:
             f"{policy.ref}: tokenizer {policy.tokenizer_digest[:12]}… differs from {digest[:12]}… of {where}; "
             "both stages must use one tokenizer and chat template"
         )
-
-

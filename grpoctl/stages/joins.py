@@ -31,4 +31,6 @@ def require_made_from(sidecar: Artifact, rollouts: Artifact) -> None:
     parent = next((p for p in sidecar.manifest.parents if p.role == "rollouts"), None)
     if parent is None or parent.content_digest != rollouts.manifest.content_digest:
         made_from = parent.url if parent else "unknown rollouts"
-        raise InputRefused(f"{sidecar.url}: was made from {made_from}, not from the content of {rollouts.url}; recompute it")
+        raise InputRefused(
+            f"{sidecar.url}: was made from {made_from}, not from the content of {rollouts.url}; recompute it"
+        )

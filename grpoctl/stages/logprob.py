@@ -180,7 +180,9 @@ def _gap(rows: TokenRows, old: Sequence[FloatVector] | None) -> dict[str, Any]:
     ]
     gaps = np.concatenate(parts) if parts else np.zeros(0)
     if not np.isfinite(gaps).all():
-        raise GateFailed(f"{int((~np.isfinite(gaps)).sum())} recomputed log-probabilities are not finite; suspect bad weights")
+        raise GateFailed(
+            f"{int((~np.isfinite(gaps)).sum())} recomputed log-probabilities are not finite; suspect bad weights"
+        )
     counts, _ = np.histogram(np.log10(np.maximum(gaps, 1e-12)), bins=_GAP_BINS)
     largest = float(gaps.max()) if len(gaps) else 0.0
     return {"gap": {"sum": float(gaps.sum()), "count": len(gaps), "max": largest, "log10_histogram": counts.tolist()}}

@@ -77,6 +77,10 @@ def run(job: RolloutJob, context: Context) -> StageResult:
     plan, skipped = plan_prompts(prompts, chosen, job, tokenizer)
     for note in prompts.notes:
         log.warning("%s: %s", job.prompts.path, note)
+    if prompts.format == "text" and tokenizer.inner.chat_template and job.prompts.chat_template == "auto":
+        log.info(
+            "prompts are text and go to the model as they are; prompts.chat_template: always makes them user turns"
+        )
     if context.dry_run:
         return planned(job.out, work, num_prompts=len(plan), num_completions=len(plan) * job.rollout.group_size)
     return _sample_shards(job, context, work, policy, prompts, (plan, skipped))
@@ -155,9 +159,7 @@ def plan_prompts(
         room = context - len(ids)
         if room < limit:
             tight.append(prompts.ids[row])
-        plan.append(
-            PlannedPrompt(row=row, prompt_id=prompts.ids[row], ids=ids, max_new_tokens=min(limit, room))
-        )
+        plan.append(PlannedPrompt(row=row, prompt_id=prompts.ids[row], ids=ids, max_new_tokens=min(limit, room)))
     if tight and not job.prompts.cap_to_context:
         raise InputRefused(
             f"{job.prompts.path}: prompt + max_new_tokens ({limit}) exceeds the context of {context} for {len(tight)} prompts: "

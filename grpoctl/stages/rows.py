@@ -11,7 +11,15 @@ from grpoctl.artifacts import Artifact
 from grpoctl.engines.base import FloatVector, TokenIds
 from grpoctl.errors import InputRefused
 
-TOKEN_COLUMNS = ["sample_id", "group_id", "prompt_ids", "completion_ids", "completion_mask", "rollout_logprobs", "status"]
+TOKEN_COLUMNS = [
+    "sample_id",
+    "group_id",
+    "prompt_ids",
+    "completion_ids",
+    "completion_mask",
+    "rollout_logprobs",
+    "status",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +90,9 @@ def _check_groups(group_ids: list[str], rollouts: Artifact) -> None:
         if current != previous:
             closed.add(previous)
             if current in closed:
-                raise InputRefused(f"{rollouts.url}: group {current} stands in several places; rows of a group must be together")
+                raise InputRefused(
+                    f"{rollouts.url}: group {current} stands in several places; rows of a group must be together"
+                )
 
 
 def float_lists(column: pa.ChunkedArray) -> list[FloatVector | None]:

@@ -32,7 +32,19 @@ from grpoctl.stages.joins import require_made_from, require_same_rows
 log = logging.getLogger("grpoctl")
 BATCH_WIDE: Final = frozenset({"batch", "reinforce_plus_plus_baseline", "gpg"})
 """Estimators that look at the whole artifact, not at one group."""
-COLUMNS: Final = ["sample_id", "group_id", "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "finish_reason", "status", "error", "source"]
+COLUMNS: Final = [
+    "sample_id",
+    "group_id",
+    "prompt",
+    "completion",
+    "prompt_ids",
+    "completion_ids",
+    "completion_mask",
+    "finish_reason",
+    "status",
+    "error",
+    "source",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +70,9 @@ def run(job: ScoreJob, context: Context) -> StageResult:
     rollouts = open_artifact(job.rollouts, table="rollouts")
     references = [(config, _resolve(config)) for config in job.score.rewards]
     if not references:
-        raise UsageError("no reward; name one with --reward accuracy, --reward file.py:function or --reward package.module:f")
+        raise UsageError(
+            "no reward; name one with --reward accuracy, --reward file.py:function or --reward package.module:f"
+        )
     logprobs = _logprobs(job, rollouts)
     work = Work(
         stage="score",
@@ -275,9 +289,7 @@ def _write(
     dropped = _dropped_groups(rows, outcomes, groups, job)
     usable = np.where(np.isin(groups, list(dropped)), np.nan, rewards)
     lengths = [sum(row["completion_mask"]) for row in rows]
-    values = advantages(
-        usable, groups, method=job.score.advantages, eps=job.score.advantage_eps, lengths=lengths
-    )
+    values = advantages(usable, groups, method=job.score.advantages, eps=job.score.advantage_eps, lengths=lengths)
     num_scored = np.bincount(groups, weights=~np.isnan(rewards)).astype(int)[groups]
     start = 0
     for scored in held:
@@ -285,7 +297,9 @@ def _write(
         start = part.stop
         table = _table(scored, values[part], num_scored[part], _token_advantages(job, logprobs, scored, values[part]))
         stats = _stats(scored, values[part], groups[part], dropped)
-        counts = {s: sum(o.status == s for o in scored.outcomes) for s in ("ok", "unscorable", *sorted(FAILED_STATUSES))}
+        counts = {
+            s: sum(o.status == s for o in scored.outcomes) for s in ("ok", "unscorable", *sorted(FAILED_STATUSES))
+        }
         writer.write_shard(scored.index, table, counts=counts, stats=stats)
 
 
@@ -305,15 +319,15 @@ def _dropped_groups(
     return incomplete if job.score.incomplete_groups == "drop" else set()
 
 
-def _token_advantages(
-    job: ScoreJob, logprobs: Artifact | None, scored: _Scored, values: Any
-) -> list[Any]:
+def _token_advantages(job: ScoreJob, logprobs: Artifact | None, scored: _Scored, values: Any) -> list[Any]:
     if logprobs is None:
         return [None] * len(scored.rows)
     table = logprobs.read_shard(scored.index)
     require_same_rows([row["sample_id"] for row in scored.rows], table.column("sample_id").to_pylist(), logprobs.url)
     result = []
-    for value, old, ref in zip(values, table["old_logprobs"].to_pylist(), table["ref_logprobs"].to_pylist(), strict=True):
+    for value, old, ref in zip(
+        values, table["old_logprobs"].to_pylist(), table["ref_logprobs"].to_pylist(), strict=True
+    ):
         if old is None or ref is None:
             raise InputRefused(f"{logprobs.url}: score.kl_coef needs both old_logprobs and ref_logprobs; recompute it")
         unscored = math.isnan(value)

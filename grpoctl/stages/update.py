@@ -342,7 +342,9 @@ def _gate(job: UpdateJob, steps: list[dict[str, Any]]) -> None:
         ("grad_norm", job.update.max_grad_norm),
     ):
         if limit is not None and last[name] is not None and last[name] > limit:
-            raise GateFailed(f"{job.out}: {name} is {last[name]:.4g} at step {len(steps) - 1}, limit {limit}; nothing committed")
+            raise GateFailed(
+                f"{job.out}: {name} is {last[name]:.4g} at step {len(steps) - 1}, limit {limit}; nothing committed"
+            )
 
 
 def _save_nonfinite(job: UpdateJob, ids: list[str]) -> None:
@@ -363,7 +365,9 @@ def _write(
     trained: float,
 ) -> StageResult:
     if all(step["status"] != "ok" for step in steps):
-        raise GateFailed(f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped")
+        raise GateFailed(
+            f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
+        )
     started = time.monotonic()
     writer = ArtifactWriter(url=job.out, work=work)
     with tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch:

@@ -62,7 +62,9 @@ def load_training_rows(
     trainable = [i for i, mask in enumerate(rows.masks) if advantages[i] is not None and bool(mask.any())]
     _require(trainable, old, f"update.old: {job.update.old}", "run `grpoctl logprob --policy …` and give --logprobs")
     if job.update.kl_coef > 0:
-        _require(trainable, reference, "update.kl_coef above 0", "run `grpoctl logprob --reference …` and give --logprobs")
+        _require(
+            trainable, reference, "update.kl_coef above 0", "run `grpoctl logprob --reference …` and give --logprobs"
+        )
     return TrainingRows(
         rows=rows,
         advantages=advantages,
@@ -100,7 +102,9 @@ def _advantages(rows: TokenRows, scores: Artifact) -> list[FloatVector | None]:
     return result
 
 
-def mini_batches(data: TrainingRows, job: UpdateJob, *, digest: str, group_size: int, epoch: int) -> Iterator[list[int]]:
+def mini_batches(
+    data: TrainingRows, job: UpdateJob, *, digest: str, group_size: int, epoch: int
+) -> Iterator[list[int]]:
     """Yield the rows of each optimizer step of one epoch.
 
     Groups stay whole unless shuffle is `completions`; the order depends on (rollouts digest, seed, epoch) alone.

@@ -87,9 +87,7 @@ def run_step(
         The sums, and the denominator (0.0 where no token carries loss: nothing was run).
     """
     lengths = torch.tensor([int(data.rows.masks[row].sum()) for row in rows])
-    denominator = loss_denominator(
-        lengths, aggregation=settings.config.aggregation, norm_tokens=settings.norm_tokens
-    )
+    denominator = loss_denominator(lengths, aggregation=settings.config.aggregation, norm_tokens=settings.norm_tokens)
     sums = StepSums()
     if denominator == 0:
         return sums, denominator

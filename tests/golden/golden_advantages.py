@@ -123,7 +123,7 @@ HANDLERS = {("trl", "advantages"): trl_advantages} | {
 }
 
 
-def compare(
+def compare(  # noqa: PLR0912  one branch a rule
     rewards: list[float],
     groups: Sequence[object],
     lengths: list[int],
@@ -152,10 +152,8 @@ def compare(
     flats = {row for rows in scored_groups if len(rows) > 1 and len({rewards[r] for r in rows}) == 1 for row in rows}
     unscored = {row for row, reward in enumerate(rewards) if math.isnan(reward)}
     spoilt = _spoilt_rows(case.package, method, groups, unscored)
-    if method == "reinforce_plus_plus_baseline" and singles:
-        spoilt_by_single = set(range(len(rewards)))
-    else:
-        spoilt_by_single = singles
+    whitens_a_single = bool(singles) and method == "reinforce_plus_plus_baseline"
+    spoilt_by_single = set(range(len(rewards))) if whitens_a_single else singles
     all_flat = len(flats | singles | unscored) == len(rewards)
 
     if case.error is not None and method == "reinforce_plus_plus_baseline" and sum(lengths) < 2:
@@ -267,9 +265,11 @@ def _float32_counts(method: str, rewards: list[float], groups: Sequence[object],
 
 
 def _whitened(centred: list[float], lengths: Sequence[int], largest: float) -> tuple[list[float], list[float]]:
-    tokens = [value for value, length in zip(centred, lengths, strict=True) for _ in range(length) if value == value]
-    zero = [0.0 if value == value else math.nan for value in centred]
-    if len(tokens) < 2 or not any(centred_value for centred_value in centred if centred_value == centred_value):
+    tokens = [
+        value for value, length in zip(centred, lengths, strict=True) for _ in range(length) if not math.isnan(value)
+    ]
+    zero = [math.nan if math.isnan(value) else 0.0 for value in centred]
+    if len(tokens) < 2 or not any(tokens + [value for value in centred if not math.isnan(value)]):
         return zero, [0.0] * len(centred)
     mean = math.fsum(tokens) / len(tokens)
     deviation = math.sqrt(_deviation(tokens) ** 2 + 1e-8)

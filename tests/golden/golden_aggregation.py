@@ -18,7 +18,7 @@ NO_GLOBAL_COUNT = "dp_size > 1 without global counts: verl refuses; ours takes t
 METHODS_NOT_HERE = {"token-sum": "aggregation", "masked_var": "helper of verl", "masked_whiten": "helper of verl"}
 
 
-def verl_agg_loss(case: Case) -> Outcome:
+def verl_agg_loss(case: Case) -> Outcome:  # noqa: PLR0911  one return a rule
     """Compare the aggregated loss and its gradient, or the two losses of a cut mini-batch."""
     mode = case.params["loss_agg_mode"]
     if mode not in AGGREGATIONS:

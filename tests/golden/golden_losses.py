@@ -431,7 +431,9 @@ def compare(case: Case, ours: Result, run: Run, *, only: Tensor | None = None) -
     )
 
 
-def explain(case: Case, ours: Result, run: Run, *, rows_in_mean: int | None) -> Outcome:
+def explain(  # noqa: PLR0911  one return a rule
+    case: Case, ours: Result, run: Run, *, rows_in_mean: int | None
+) -> Outcome:
     """Return the rule that the mismatch falls under, having asserted our own value; fail where none does."""
     message = first_gap(compare(case, ours, run), "metrics only")
     lengths = run.mask.sum(dim=-1)

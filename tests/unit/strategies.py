@@ -79,7 +79,13 @@ def mini_batches(draw: st.DrawFn, *, max_rows: int = 6, max_tokens: int = 7) -> 
 
 
 def make_mini_batch(
-    seed: int, lengths: list[int], width: int, *, spread: float = 0.3, holes: bool = False, dtype: torch.dtype = torch.float64
+    seed: int,
+    lengths: list[int],
+    width: int,
+    *,
+    spread: float = 0.3,
+    holes: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> MiniBatch:
     """Return a mini-batch of these lengths; the first row gets a token where all are empty."""
     generator = torch.Generator().manual_seed(seed)

@@ -38,7 +38,9 @@ def test_each_estimator_is_its_formula(logprob: float, ref: float) -> None:
         "k3": (k3, 1 - math.exp(-difference)),
     }
     for name, (value, gradient) in expected.items():
-        assert one(logprob, ref, estimator=name, clamped=False) == pytest.approx((value, gradient), rel=1e-12, abs=1e-14)
+        assert one(logprob, ref, estimator=name, clamped=False) == pytest.approx(
+            (value, gradient), rel=1e-12, abs=1e-14
+        )
         assert one(logprob, ref, estimator=name + "+", clamped=False) == pytest.approx(
             (value, difference), rel=1e-12, abs=1e-14
         )

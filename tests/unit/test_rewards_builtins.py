@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from decimal import Decimal
@@ -117,13 +118,15 @@ def test_gsm8k_compares_by_value_and_reads_both_forms_of_reference():
 def test_every_gsm8k_solution_scores_itself_and_no_neighbour():
     rows = [json.loads(line) for line in (FIXTURES / "gsm8k_sample.jsonl").read_text().splitlines()]
     assert len(rows) == 21
-    for row, other in zip(rows, rows[1:], strict=False):
+    for row, other in itertools.pairwise(rows):
         assert reward("gsm8k", row["answer"], answer=row["answer"]) == 1.0
         same = row["answer"].rpartition("#### ")[2] == other["answer"].rpartition("#### ")[2]
         assert reward("gsm8k", row["answer"], answer=other["answer"]) == float(same)
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0.0), (10, 0.0), (11, -0.1), (15, -0.5), (20, -1.0), (99, -1.0)])
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, 0.0), (10, 0.0), (11, -0.1), (15, -0.5), (20, -1.0), (99, -1.0)]
+)
 def test_length_falls_linearly_from_the_target_to_twice_the_target(num_tokens, expected):
     assert reward("length", ids=[1] * num_tokens, target=10) == expected
 
@@ -153,7 +156,9 @@ def test_text_rewards_are_zero_or_one_for_any_text(completion):
         assert reward(name, completion, answer=answer, **options) in (0.0, 1.0)
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "</answer><answer>", "<think>", "#### ", "A:", "1,111,", "-", "$1.", "9" * 50])
+@pytest.mark.parametrize(
+    "piece", ["<answer>", "</answer><answer>", "<think>", "#### ", "A:", "1,111,", "-", "$1.", "9" * 50]
+)
 def test_text_rewards_are_linear_in_hostile_text(piece):
     completion = piece * (400_000 // len(piece))
     start = time.monotonic()
@@ -165,7 +170,11 @@ def test_text_rewards_are_linear_in_hostile_text(piece):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("accuracy", {"colum": "x"}, r"unknown option 'colum' \(did you mean column\?\); it takes column='answer', strict=False"),
+        (
+            "accuracy",
+            {"colum": "x"},
+            r"unknown option 'colum' \(did you mean column\?\); it takes column='answer', strict=False",
+        ),
         ("length", {}, "option 'target' is required; it takes target"),
         ("length", {"target": 0}, "option target is 0; expected an integer of at least 1"),
         ("length", {"target": True}, "option target is True; expected an integer"),
@@ -185,7 +194,9 @@ def test_defaults_are_part_of_the_reference():
 
 
 def test_a_null_reference_is_refused_before_any_call():
-    rows = [sample("<answer>1</answer>", index=i, source={"gold": {"value": gold}}) for i, gold in enumerate(["1", None])]
+    rows = [
+        sample("<answer>1</answer>", index=i, source={"gold": {"value": gold}}) for i, gold in enumerate(["1", None])
+    ]
     reference = resolve_reward("accuracy", kwargs={"column": "gold.value"})
     with RewardPool([reference], num_workers=1, timeout_seconds=1) as pool:
         assert [o.reward for o in pool.score("accuracy", rows[:1])] == [1.0]

@@ -27,7 +27,9 @@ def outcome(program, tests, **options):
 
 def outcomes(programs, tests, **options):
     reference = resolve_reward("code", kwargs=options)
-    rows = [sample(f"Here:\n```python\n{p}\n```\nDone.", index=i, source={"tests": tests}) for i, p in enumerate(programs)]
+    rows = [
+        sample(f"Here:\n```python\n{p}\n```\nDone.", index=i, source={"tests": tests}) for i, p in enumerate(programs)
+    ]
     with RewardPool([reference], num_workers=1, timeout_seconds=60) as pool:
         return pool.score("code", rows)
 
@@ -66,6 +68,15 @@ def test_partial_credit_is_the_share_of_tests_passed():
     assert "AssertionError" in str(found.extras["failure"])
 
 
+def test_tests_share_the_time_limit():
+    slow = "import time\ndef f(n): time.sleep(n)"
+    start = time.monotonic()
+    found = outcome(slow, ["f(0)", "f(60)", "f(0)"], partial=True, timeout_seconds=1.5)
+    assert found.reward == pytest.approx(1 / 3)
+    assert found.extras["failure"] == "no end within its time"
+    assert time.monotonic() - start < 20
+
+
 def test_the_last_python_block_counts_and_none_is_zero():
     assert last_program("```python\na\n```\n```py\nb\n```\n```text\nc\n```") == "b\n"
     assert last_program("no code") is None
@@ -78,7 +89,7 @@ def test_the_last_python_block_counts_and_none_is_zero():
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("while True: pass", "no end within 1 s"),
+        ("while True: pass", "no end within its time"),
         ("import os; os._exit(0)", "ended early"),
         ("raise SystemExit", "ended early"),
         ("x = ' ' * (2 * 1024**3)", "MemoryError"),
@@ -86,9 +97,15 @@ def test_the_last_python_block_counts_and_none_is_zero():
         ("import socket; socket.create_connection(('1.1.1.1', 53), timeout=5)", "Network is unreachable"),
         ("open('/usr/escaped', 'w')", "Read-only file system"),
         ("open('/etc/passwd')", "No such file or directory"),
-        ("import os; assert len([p for p in os.listdir('/proc') if p.isdigit()]) < 5; os.kill(1, 9); assert 0", "AssertionError"),
+        (
+            "import os; assert len([p for p in os.listdir('/proc') if p.isdigit()]) < 5; os.kill(1, 9); assert 0",
+            "AssertionError",
+        ),
         ("import os; assert 'HOME' in os.environ", "AssertionError"),
-        ("import os\nfor _ in range(200):\n  if os.fork() == 0:\n    import time; time.sleep(30)", "more than 64 processes"),
+        (
+            "import os\nfor _ in range(200):\n  if os.fork() == 0:\n    import time; time.sleep(30)",
+            "more than 64 processes",
+        ),
         ("while True: print('x' * 10000)", "File too large"),
     ],
 )
@@ -108,7 +125,9 @@ def test_a_row_without_usable_tests_is_an_error_of_that_row():
 
 def test_without_bubblewrap_nothing_runs(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match="bubblewrap .bwrap. is not installed.*never run on the bare host.*apt-get install bubblewrap"):
+    with pytest.raises(
+        UsageError, match=r"bubblewrap .bwrap. is not installed.*never run on the bare host.*apt-get install bubblewrap"
+    ):
         resolve_reward("code")
 
 

@@ -138,10 +138,7 @@ VERL_FORMS = {
 def test_verl_reward_functions_give_what_they_give_directly(module):
     path = module_file(f"verl.utils.reward_score.{module}")
     assert path is not None
-    if module == "search_r1_like_qa_em":
-        truths = [{"target": [gold]} for gold in GOLD]
-    else:
-        truths = list(GOLD)
+    truths = [{"target": [gold]} for gold in GOLD] if module == "search_r1_like_qa_em" else list(GOLD)
     texts = completions(VERL_FORMS[module])
     expected = [_direct(path, text, truth) for text, truth in zip(texts, truths, strict=True)]
     source = {"data_source": ["openai/gsm8k"] * len(ROWS), "reward_model": [{"ground_truth": t} for t in truths]}
@@ -172,28 +169,27 @@ def test_gsm8k_agrees_with_verl_s():
     assert [o.reward for o in outcomes] == [float(_direct(path, t, g)) for t, g in zip(texts, GOLD, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("completion", "reference", "expected"),
-    [
-        (r"so \boxed{\frac{1}{2}}", "1/2", 1.0),
-        (r"so \boxed{0.5}", r"$\frac{1}{2}$", 1.0),
-        (r"so \boxed{\frac{1}{3}}", "1/2", 0.0),
-        ("work\n#### 1,234", "1234", 1.0),
-        ("work\n#### 18", "She has 16-3=13.\n#### 18", 1.0),
-        (r"\boxed{18 \text{ cm}}", "18", 1.0),
-        (r"first \boxed{3}, then \boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
-        (r"first \boxed{3}, then \boxed{18}", "18", 1.0),
-        (r"first \boxed{18}, then \boxed{3}", "18", 0.0),
-        (r"\boxed{1} and \boxed{2}", r"\boxed{2} or \boxed{1}", 1.0),
-        ("no formula", "18", 0.0),
-        ("the answer is 18", "18", 1.0),
-        ("18", "", None),
-    ],
-)
-def test_math_compares_expressions_by_value(completion, reference, expected):
-    given = [sample(completion, source={"answer": reference})]
-    _, [outcome] = adapted("math", given)
-    assert outcome.reward == expected
+MATH = [
+    (r"so \boxed{\frac{1}{2}}", "1/2", 1.0),
+    (r"so \boxed{0.5}", r"$\frac{1}{2}$", 1.0),
+    (r"so \boxed{\frac{1}{3}}", "1/2", 0.0),
+    ("work\n#### 1,234", "1234", 1.0),
+    ("work\n#### 18", "She has 16-3=13.\n#### 18", 1.0),
+    (r"\boxed{18 \text{ cm}}", "18", 1.0),
+    (r"first \boxed{3}, then \boxed{x^2+2x+1}", "$(x+1)^2$", 1.0),
+    (r"first \boxed{3}, then \boxed{18}", "18", 1.0),
+    (r"first \boxed{18}, then \boxed{3}", "18", 0.0),
+    (r"\boxed{1} and \boxed{2}", r"\boxed{2} or \boxed{1}", 1.0),
+    ("no formula", "18", 0.0),
+    ("the answer is 18", "18", 1.0),
+    ("18", "", None),
+]
+
+
+def test_math_compares_expressions_by_value():
+    given = [sample(c, index=i, source={"answer": reference}) for i, (c, reference, _) in enumerate(MATH)]
+    _, outcomes = adapted("math", given)
+    assert [o.reward for o in outcomes] == [expected for _, _, expected in MATH]
 
 
 def test_math_without_math_verify_says_what_to_install(monkeypatch):

@@ -81,7 +81,7 @@ def test_arguments_bound_by_the_user_count_as_given():
     assert resolved("verl_style", kwargs={"bonus": 1.0}).kwargs == {"bonus": 1.0}
     with pytest.raises(UsageError, match=r"it takes no argument 'bonsu' \(did you mean bonus\?\)"):
         resolved("verl_style", kwargs={"bonsu": 1.0})
-    with pytest.raises(UsageError, match="called as verl it gets data_source.*nothing provides 'completion'"):
+    with pytest.raises(UsageError, match=r"called as verl it gets data_source.*nothing provides 'completion'"):
         resolved("newcomer", signature="verl")
     with pytest.raises(UsageError, match=r"called as openrlhf it gets \(queries, prompts, labels\); it takes 2"):
         resolved("newcomer", signature="openrlhf")
@@ -211,7 +211,9 @@ def test_a_null_reference_is_refused_with_its_row():
         with pytest.raises(InputRefused, match=r"answer is null in row p0@0#1; expected a value in every row"):
             refuse_unscorable_inputs(reference, rows)
     nested = sample(index=2, source={"data_source": "d", "reward_model": {"ground_truth": None}})
-    with pytest.raises(InputRefused, match="reward_model.ground_truth or ground_truth or answer is null in row p0@0#2"):
+    with pytest.raises(
+        InputRefused, match=r"reward_model\.ground_truth or ground_truth or answer is null in row p0@0#2"
+    ):
         refuse_unscorable_inputs(resolved("verl_style"), [nested])
 
 

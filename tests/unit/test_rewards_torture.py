@@ -189,7 +189,10 @@ def test_an_async_function_is_awaited():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import no_such_package", r"importing it failed: ModuleNotFoundError: No module named 'no_such_package' \(.*broken.py:1\)"),
+        (
+            "import no_such_package",
+            r"importing it failed: ModuleNotFoundError: No module named 'no_such_package' \(.*broken.py:1\)",
+        ),
         ("import os; os._exit(4)", "importing it failed: its process exited with code 4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave in every way the project promises to survive; each does it for the completion `bad` only."""
+"""Reward functions that misbehave in every way the project promises to survive; for the completion `bad` only."""
 
 from __future__ import annotations
 
@@ -208,9 +208,9 @@ def environment(completion):
 
 
 def main_module(completion):
-    import __main__
-
     import threading
+
+    import __main__
 
     on_main_thread = threading.current_thread() is threading.main_thread()
     return {"score": float(on_main_thread), "has_file": hasattr(__main__, "__file__")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Callable, Optional
+from collections.abc import Callable
 
 from grpoctl.rewards.sample import RewardSample
 
@@ -16,7 +16,7 @@ def newcomer(completion, answer):
     return float(completion == answer)
 
 
-def typed(item: RewardSample) -> Optional[float]:
+def typed(item: RewardSample) -> float | None:
     return float(len(item.completion)) if item.source else None
 
 
@@ -32,7 +32,7 @@ def everything(completion, **columns):
     return float(len(columns))
 
 
-def trl_style(prompts, completions, answer, completion_ids, trainer_state, log_extra, log_metric, **kwargs):
+def trl_style(prompts, completions, answer, completion_ids, trainer_state, log_extra, log_metric, **kwargs):  # noqa: PLR0917
     texts = [c if isinstance(c, str) else c[0]["role"] + ":" + c[0]["content"] for c in completions]
     log_extra("seen", texts)
     log_metric("share", 0.25)

@@ -1,0 +1,5 @@
+"""`python -m grpoctl` is `grpoctl`."""
+
+from grpoctl.cli import main
+
+main()

@@ -1,0 +1,256 @@
+"""The commands: options rendered from the settings, results as a few lines or one JSON line, errors as exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from grpoctl.config import JOBS, PipelineConfig, Section
+from grpoctl.errors import GrpoctlError, UsageError
+from grpoctl.settings import FlagField, flag_fields, load_job
+
+log = logging.getLogger("grpoctl")
+STAGES: Final = ("rollout", "score", "logprob", "update", "sync")
+QUIET_LOGGERS: Final = ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "botocore", "s3fs", "aiobotocore")
+
+COMMON: Final[dict[str, tuple[Any, Any]]] = {
+    "config": (str | None, typer.Option("--config", metavar="FILE", help="Settings in a pipeline-shaped YAML file.")),
+    "set": (
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as update.lr=1e-6; repeatable."),
+    ),
+    "dry_run": (bool, typer.Option("--dry-run", help="Check inputs and say what would be done.")),
+    "json": (bool, typer.Option("--json", help="Print one JSON line on stdout, nothing else there.")),
+    "result_file": (str | None, typer.Option("--result-file", metavar="PATH", help="Write that JSON line to a file.")),
+    "verbose": (bool, typer.Option("--verbose", "-v", help="Tell more on stderr.")),
+}
+SHARDS: Final = (str | None, typer.Option("--shards", metavar="A-B/N", help="Write only shards A to B of N, from 0."))
+
+
+def add(app: typer.Typer, name: str, text: str) -> None:
+    """Add one command in full to the application."""
+    if name == "reward":
+        from grpoctl.reward_commands import reward_app
+
+        app.add_typer(reward_app, name="reward", help=text)
+        return
+    body: Callable[[dict[str, Any]], None]
+    if name in STAGES:
+        command = _rendered(JOBS[name], {"shards": SHARDS, **COMMON}, lambda given: _run_stage(name, given))
+    elif name == "status":
+        command = _rendered(None, {"run_dir": _argument("RUN_DIR"), "json": COMMON["json"]}, _status)
+    else:
+        extra = {"pipeline": _argument("PIPELINE.yaml"), **{k: v for k, v in COMMON.items() if k != "config"}}
+        if name == "run":
+            extra["from_stage"] = (
+                str | None,
+                typer.Option(
+                    "--from", metavar="RUN/iter-N/STAGE", help="Rerun from a stage of another run, in a new --run-dir."
+                ),
+            )
+            extra["accept_changes"] = (
+                bool,
+                typer.Option(
+                    "--accept-changes", help="Begun iterations end as they began; later ones take the edited file."
+                ),
+            )
+        body = _run_pipeline if name == "run" else _plan
+        command = _rendered(PipelineConfig, extra, body)
+    app.command(name, help=text)(command)
+
+
+def _argument(metavar: str) -> tuple[Any, Any]:
+    return str, typer.Argument(metavar=metavar, show_default=False)
+
+
+def _rendered(
+    job: type[Section] | None, extra: Mapping[str, tuple[Any, Any]], body: Callable[[dict[str, Any]], None]
+) -> Callable[..., None]:
+    """Return a function whose signature holds the job's flags and the extra options, as typer reads it."""
+    entries = list(flag_fields(job)) if job is not None else []
+    parameters = []
+    for entry in entries:
+        parameters.append(_parameter(_variable(entry), Annotated[_kind(entry.field), _option(entry)], None))
+    for name, (kind, option) in extra.items():
+        is_argument = "Argument" in type(option).__name__
+        default = inspect.Parameter.empty if is_argument else False if kind is bool else None
+        parameters.append(_parameter(name, Annotated[kind, option], default))
+    parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
+
+    def command(**values: Any) -> None:
+        flags = {entry.flag: values.pop(_variable(entry)) for entry in entries}
+        values["flags"] = {flag: value for flag, value in flags.items() if value not in (None, [], ())}
+        _guarded(body, values)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _variable(entry: FlagField) -> str:
+    return "flag_" + "_".join(entry.path)
+
+
+def _kind(field: FieldInfo) -> Any:
+    return list[str] | None if typing.get_origin(field.annotation) is tuple else str | None
+
+
+def _option(entry: FlagField) -> Any:
+    default = entry.field.get_default()
+    shown = "" if default in (None, PydanticUndefined, ()) else f" [default: {default}]"
+    text = " ".join((entry.field.description or "").split())
+    return typer.Option(entry.flag, metavar=_metavar(entry.field), help=text + shown, show_default=False)
+
+
+def _metavar(field: FieldInfo) -> str:
+    options = [kind for kind in (typing.get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
+    if typing.get_origin(field.annotation) is typing.Literal:
+        return "|".join(map(str, typing.get_args(field.annotation)))
+    names = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
+    return names.get(options[0], "TEXT")
+
+
+def _guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> None:
+    """Run a command's body; an expected failure becomes a message on stderr and its exit code."""
+    _set_up_logging(verbose=values.get("verbose", False))
+    try:
+        body(values)
+    except GrpoctlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        record = {"state": "error", "error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
+        _emit(record, values)
+        raise typer.Exit(error.exit_code) from error
+
+
+def _set_up_logging(*, verbose: bool) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _emit(record: dict[str, Any], values: dict[str, Any]) -> None:
+    line = json.dumps(record)
+    if values.get("json"):
+        print(line, flush=True)
+    if values.get("result_file"):
+        Path(values["result_file"]).write_text(line + "\n")
+
+
+def _context(values: dict[str, Any]) -> Any:
+    from grpoctl.stages.base import Context, ShardRange
+
+    shards = values.get("shards")
+    context = Context(
+        dry_run=values.get("dry_run", False),
+        shards=None if shards is None else ShardRange.parse(shards),
+        quiet=values.get("json", False),
+    )
+    context.stop.install()
+    return context
+
+
+def _run_stage(name: str, values: dict[str, Any]) -> None:
+    from grpoctl.pipeline import STAGES as stage_functions
+
+    job = load_job(JOBS[name], flags=values["flags"], sets=values["set"] or (), file=values["config"])
+    if name in ("rollout", "update") and "policy" not in job.model_fields_set:
+        log.info("no --policy: using the built-in tiny policy, builtin:tiny")
+    context = _context(values)
+    with redirect_stdout(sys.stderr):
+        result = stage_functions[name](job, context)
+    record: dict[str, Any] = {"stage": name, "out": result.out, "state": result.state, "exit_code": 0}
+    if result.artifact is not None:
+        manifest = result.artifact.manifest
+        record |= {"fingerprint": manifest.fingerprint, "content_digest": manifest.content_digest}
+        record["rows"] = manifest.rows.model_dump()
+    record["facts"] = result.facts
+    if not values["json"]:
+        for line in _stage_lines(record):
+            print(line)
+    _emit(record, values)
+
+
+def _stage_lines(record: dict[str, Any]) -> Iterator[str]:
+    words = {"done": "done", "already_done": "already done", "partial": "shards are missing", "planned": "would run"}
+    yield f"{record['stage']}: {words[record['state']]} → {record['out']}"
+    if "rows" in record:
+        rows = record["rows"]
+        counts = ", ".join(f"{rows[name]} {name}" for name in ("ok", "skipped", "failed") if rows[name])
+        yield f"  rows: {counts or 0}"
+    for name, value in record["facts"].items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+        if value is not None:
+            yield f"  {name}: {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _load_pipeline(values: dict[str, Any]) -> PipelineConfig:
+    return load_job(PipelineConfig, flags=values["flags"], sets=values["set"] or (), file=values["pipeline"])
+
+
+def _pipeline(values: dict[str, Any]) -> Any:
+    from grpoctl.pipeline import Origin, Pipeline
+
+    origin = None if values.get("from_stage") is None else Origin.parse(values["from_stage"])
+    if origin is not None and "--run-dir" not in values["flags"]:
+        raise UsageError(
+            "--from needs --run-dir: a stage is rerun into a new run directory, the old one stays as it is"
+        )
+    return Pipeline(
+        config=_load_pipeline(values),
+        context=_context(values),
+        origin=origin,
+        accept_changes=values.get("accept_changes", False),
+        tell=(lambda line: log.info(line)) if values["json"] else (lambda line: print(line, flush=True)),
+    )
+
+
+def _run_pipeline(values: dict[str, Any]) -> None:
+    from grpoctl.pipeline import reward_curve
+
+    if values["dry_run"]:
+        _plan(values)
+        return
+    pipeline = _pipeline(values)
+    summary = pipeline.run()
+    if not values["json"]:
+        print()
+        print(reward_curve(summary["metrics"]))
+        print(f"\nartifacts: {summary['run_dir']}  (metrics.jsonl, iter-…/, policies/)")
+    _emit({"state": "done", "exit_code": 0, **summary}, values)
+
+
+def _plan(values: dict[str, Any]) -> None:
+    lines = list(_pipeline(values).plan())
+    if not values["json"]:
+        print("\n".join(lines))
+    _emit({"state": "planned", "exit_code": 0, "stages": lines}, values)
+
+
+def _status(values: dict[str, Any]) -> None:
+    from grpoctl.pipeline import status_lines
+
+    lines = list(status_lines(values["run_dir"]))
+    if not values["json"]:
+        print("\n".join(lines))
+    _emit({"state": "done", "exit_code": 0, "status": lines}, values)
