@@ -17,11 +17,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from grpoctl import __version__
-from grpoctl.artifacts import MANIFEST_NAME, Artifact, read_manifest
+from grpoctl.artifacts import MANIFEST_NAME, read_manifest
 from grpoctl.errors import InputRefused, TryAgain, UsageError
 from grpoctl.schema.canonical import sha256_json
-from grpoctl.schema.manifest import PolicyIdentity, Record
+from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord
 from grpoctl.storage import Location, exists, get_file, list_names, locate, read_if_there
 
 POLICY_RECORD: Final = "grpoctl_policy.json"
@@ -37,27 +36,6 @@ TOKENIZER_FILES: Final = (
     "chat_template.json",
 )
 HUB_PATTERNS: Final = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
-
-
-class PolicyRecord(Record):
-    """`grpoctl_policy.json` inside a policy folder: where these weights come from."""
-
-    version: int
-    """0 for the initial policy, then one more for each update."""
-    parent_digest: str
-    """Weights digest of the policy that was updated."""
-    weights_digest: str
-    """Digest over every tensor's name, dtype, shape and bytes."""
-    tokenizer_digest: str
-    """Digest over the tokenizer's files and the chat template."""
-    update_fingerprint: str
-    """Fingerprint of the update that made it."""
-    consumed: list[str]
-    """Content digests of all rollouts this line of policies was trained on, so that none is applied twice."""
-    dtype: str
-    """Floating-point type of the stored weights."""
-    grpoctl_version: str = __version__
-    """Version that wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +185,7 @@ def policy_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_weights(path: Path) -> bool:
-    return path.name == POLICY_RECORD or path.name == MANIFEST_NAME or path.name.endswith(".safetensors.index.json")
+    return path.name in {POLICY_RECORD, MANIFEST_NAME} or path.name.endswith(".safetensors.index.json")
 
 
 def weights_digest(folder: Path) -> str:
@@ -293,9 +271,3 @@ def tokenizer_digest(folder: Path) -> str:
     if not parts:
         raise InputRefused(f"{folder}: no tokenizer files; expected tokenizer.json beside the weights")
     return sha256_json(parts)
-
-
-def update_policy_of(artifact: Artifact) -> PolicyIdentity:
-    """Return the policy that an update artifact resulted in."""
-    assert artifact.manifest.policy is not None
-    return artifact.manifest.policy

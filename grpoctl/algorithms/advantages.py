@@ -125,7 +125,7 @@ def dr_grpo(batch: Batch) -> FloatArray:
 def rloo(batch: Batch) -> FloatArray:
     """Subtract the mean reward of the other members.
 
-    Source: Back to basics: REINFORCE-style optimisation (arXiv 2402.14740), equation 8.
+    Source: Back to basics: REINFORCE-style optimisation (arXiv 2402.14740), the leave-one-out estimator (RLOO).
     """
     return _per_group(batch, lambda rewards, _: (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1)))
 
@@ -133,7 +133,7 @@ def rloo(batch: Batch) -> FloatArray:
 def opo(batch: Batch) -> FloatArray:
     """Subtract the length-weighted mean reward, the variance-optimal baseline under equal per-token gradient norms.
 
-    Source: On-policy RL with optimal reward baseline (arXiv 2505.23585), equation 8.
+    Source: On-policy RL with optimal reward baseline (arXiv 2505.23585), the length-weighted form.
     """
     assert batch.lengths is not None
     lengths = batch.lengths
@@ -149,7 +149,7 @@ def opo(batch: Batch) -> FloatArray:
 def gpg(batch: Batch) -> FloatArray:
     """Centre by the group's mean and scale by batch size over the number of non-zero rewards.
 
-    Source: Group policy gradient (arXiv 2504.02546), equations 5 and 6; the count of non-zero rewards is verl's form.
+    Source: Group policy gradient (arXiv 2504.02546); the count of non-zero rewards is verl's form.
     """
     num_nonzero = max(1, int(np.count_nonzero(batch.rewards)))
     scale = len(batch.rewards) / num_nonzero
@@ -159,7 +159,8 @@ def gpg(batch: Batch) -> FloatArray:
 def passk(batch: Batch) -> FloatArray:
     """Give the group's best member its lead over the second best, divided by the group's deviation; 0 to the others.
 
-    Source: Pass@k policy optimisation (arXiv 2503.19595), leave-one-out form for k = G.
+    Source: Optimizing language models for inference time objectives using RL (arXiv 2503.19595), pass@k with k = G;
+    the division by the deviation is verl's.
     """
 
     def rule(rewards: FloatArray, _: IntArray) -> FloatArray:
@@ -175,7 +176,7 @@ def passk(batch: Batch) -> FloatArray:
 def batch_std(batch: Batch) -> FloatArray:
     """Centre by the group's mean and divide by the whole batch's unbiased standard deviation.
 
-    Source: Part I: Tricks or Traps? (arXiv 2508.08221), equation 8; TRL's `scale_rewards="batch"`.
+    Source: Part I: Tricks or Traps? (arXiv 2508.08221), batch-level deviation; TRL's `scale_rewards="batch"`.
     """
     if _is_flat(batch.rewards):
         return np.zeros_like(batch.rewards)
@@ -186,7 +187,7 @@ def batch_std(batch: Batch) -> FloatArray:
 def reinforce_plus_plus_baseline(batch: Batch) -> FloatArray:
     """Centre by the group's mean, then whiten over all tokens of the batch (a row counts once for each of its tokens).
 
-    Source: REINFORCE++ (arXiv 2501.03262), equations 13 and 14.
+    Source: REINFORCE++ (arXiv 2501.03262), the variant with the group's mean as baseline.
     """
     assert batch.lengths is not None
     centred = _per_group(batch, lambda rewards, _: rewards - rewards.mean())
@@ -202,7 +203,7 @@ def reinforce_plus_plus_baseline(batch: Batch) -> FloatArray:
 def none(batch: Batch) -> FloatArray:
     """Take the reward itself as the advantage: REINFORCE without a baseline.
 
-    Source: Williams (1992), Simple statistical gradient-following algorithms, equation 4 with b = 0.
+    Source: Williams (1992), Simple statistical gradient-following algorithms, the REINFORCE rule with baseline 0.
     """
     return batch.rewards.copy()
 
@@ -237,7 +238,7 @@ def token_advantages(
 
     Returns:
         (T,) float64.
-    Source: REINFORCE++ (arXiv 2501.03262), equation 11, with discount 1.
+    Source: REINFORCE++ (arXiv 2501.03262), the token-level KL penalty, with discount 1.
     """
     kl = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
     return advantage - kl_coef * np.cumsum(kl[::-1])[::-1]

@@ -43,8 +43,8 @@ def correction_weights(
 
     Raises:
         ValueError: an unknown name, or `icepop` without a floor.
-    Source: TIS: Yao et al. (2025), Your efficient RL framework secretly brings you off-policy RL training, eq. 2;
-    MIS: Liu et al. (2025), When speed kills stability, section 4; IcePop: Ring-1T (arXiv 2510.18855), eq. 3.
+    Source: TIS: Yao et al. (2025), Your efficient RL framework secretly brings you off-policy RL training;
+    MIS: Liu et al. (2025), When speed kills stability; IcePop: Ring-1T (arXiv 2510.18855).
     """
     if correction not in CORRECTIONS or level not in LEVELS:
         raise ValueError(f"unknown correction {correction!r} at level {level!r}; known: {CORRECTIONS} at {LEVELS}")
@@ -92,7 +92,7 @@ def rejection_mask(
 
     Raises:
         ValueError: an unknown level or statistic.
-    Source: Liu et al. (2025), When speed kills stability, section 4 (masked importance sampling by divergence).
+    Source: Liu et al. (2025), When speed kills stability (masked importance sampling); the divergences are verl's.
     """
     if level not in REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
         raise ValueError(

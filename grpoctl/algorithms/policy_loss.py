@@ -45,8 +45,8 @@ class TokenLoss:
     Args:
         loss: per-token loss with its gradient; 0 where masked
         ratio: π/π_old at each token (of the sequence for `gspo`), detached; 1 where masked
-        clipped_low: true where the lower bound took the gradient away
-        clipped_high: true where the upper bound (or dual clip) took the gradient away
+        clipped_low: true where the lower bound took the gradient away (`cispo`: where it bounds the weight)
+        clipped_high: true where the upper bound or dual clip took the gradient away (`cispo`: bounds the weight)
     """
 
     loss: Tensor
@@ -130,7 +130,7 @@ def ppo_clip(
 ) -> TokenLoss:
     """Clip each token's ratio to [1 − clip_low, 1 + clip_high]; log-ratio clamped to ±20; dual clip off by default.
 
-    Source: PPO (arXiv 1707.06347) eq. 7; separate bounds: DAPO (arXiv 2503.14476) eq. 8; dual clip: arXiv 1912.09729 eq. 5.
+    Source: PPO (arXiv 1707.06347) eq. 7; separate bounds: DAPO (arXiv 2503.14476) eq. 8; dual clip: arXiv 1912.09729.
     """
     return _clipped_surrogate(torch.exp(_log_ratio(logprobs, old_logprobs)), advantages, settings)
 
@@ -171,7 +171,7 @@ def cispo(
 def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: LossSettings) -> TokenLoss:
     """Replace the clip by a sigmoid gate around ratio 1, steeper for negative advantages.
 
-    Source: SAPO (arXiv 2511.20347), equations 5 and 6 (f(x) = σ(τ(x − 1))·4/τ).
+    Source: SAPO (arXiv 2511.20347): f(x) = σ(τ(x − 1))·4/τ.
     """
     ratio = torch.exp(_log_ratio(logprobs, old_logprobs))
     tau = torch.where(
@@ -190,7 +190,7 @@ def geo_mean(
 
     The sequence's loss stands at each of its tokens, so `seq-mean-token-mean` gives the paper's mean over sequences.
 
-    Source: GMPO (arXiv 2507.20673), equation 4.
+    Source: GMPO (arXiv 2507.20673).
     """
     lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     log_ratio = logprobs - old_logprobs
@@ -212,7 +212,7 @@ def dppo_tv(
 ) -> TokenLoss:
     """Drop tokens whose probability moved by more than clip_low / clip_high (binary total variation) the gradient's way.
 
-    Source: Rethinking the trust region in LLM RL (arXiv 2602.04879), section 4, binary TV; ratio truncated as in 5.4.
+    Source: Rethinking the trust region in LLM RL (arXiv 2602.04879), binary TV; ratio truncated as in 5.4.
     """
     change = torch.exp(logprobs.detach()) - torch.exp(old_logprobs)
     keep = torch.where(advantages > 0, change <= settings.clip_high, change >= -settings.clip_low)
@@ -224,7 +224,7 @@ def dppo_kl(
 ) -> TokenLoss:
     """Drop tokens whose binary KL from the old policy exceeds clip_low / clip_high in the gradient's direction.
 
-    Source: Rethinking the trust region in LLM RL (arXiv 2602.04879), section 4, binary KL; ratio truncated as in 5.4.
+    Source: Rethinking the trust region in LLM RL (arXiv 2602.04879), binary KL; ratio truncated as in 5.4.
     """
     new, old = torch.exp(logprobs.detach()), torch.exp(old_logprobs)
     other = torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
@@ -253,7 +253,7 @@ def reinforce(
 ) -> TokenLoss:
     """Return −A·logprobs without a ratio (off-policy data need `weights`).
 
-    Source: Williams (1992), Simple statistical gradient-following algorithms, equation 4.
+    Source: Williams (1992), Simple statistical gradient-following algorithms, the REINFORCE rule.
     """
     ratio = torch.exp(_log_ratio(logprobs, old_logprobs)).detach()
     loss = -advantages * logprobs
@@ -265,7 +265,7 @@ LOSSES: Final[dict[str, LossFunction]] = {
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
-    "gpg": reinforce,  # GPG (arXiv 2504.02546) eq. 5 differs from REINFORCE in its advantage only
+    "gpg": reinforce,  # GPG (arXiv 2504.02546) differs from REINFORCE in its advantage only
     "geo_mean": geo_mean,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,

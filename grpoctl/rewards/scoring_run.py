@@ -2,7 +2,7 @@
 
 One-completion functions are looped over in the child, which reports every row, so the parent knows which row hung or
 crashed: that row costs one deadline and one restart. Batch functions are called with whole groups; a failing call is
-repeated by group, then row by row within the failing group: one bad row costs three deadlines, healthy groups stay undivided.
+repeated by group, then row by row within the failing group: one bad row costs three deadlines, healthy groups stay whole.
 """
 
 from __future__ import annotations

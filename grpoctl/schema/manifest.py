@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from grpoctl import __version__
+
 MANIFEST_SCHEMA = 1
 
 
@@ -162,3 +164,24 @@ class Manifest(Record):
     """Version of grpoctl that wrote it."""
     environment: dict[str, str]
     """Versions of the packages that computed it."""
+
+
+class PolicyRecord(Record):
+    """`grpoctl_policy.json` inside a policy folder: where these weights come from."""
+
+    version: int
+    """0 for the initial policy, then one more for each update."""
+    parent_digest: str
+    """Weights digest of the policy that was updated."""
+    weights_digest: str
+    """Digest over every tensor's name, dtype, shape and bytes."""
+    tokenizer_digest: str
+    """Digest over the tokenizer's files and the chat template."""
+    update_fingerprint: str
+    """Fingerprint of the update that made it."""
+    consumed: list[str]
+    """Content digests of all rollouts this line of policies was trained on, so that none is applied twice."""
+    dtype: str
+    """Floating-point type of the stored weights."""
+    grpoctl_version: str = __version__
+    """Version that wrote it."""

@@ -12,7 +12,8 @@ from grpoctl.artifacts import Artifact, open_artifact
 from grpoctl.config import SyncJob
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
-from grpoctl.policies import POINTER, POLICY_RECORD, PolicyRecord, open_policy, tensor_digests
+from grpoctl.policies import POINTER, POLICY_RECORD, open_policy, tensor_digests
+from grpoctl.schema.manifest import PolicyRecord
 from grpoctl.stages.base import Context, StageResult, set_threads
 from grpoctl.storage import Location, create_exclusively, locate, put_file, read_bytes, read_if_there, write_bytes
 

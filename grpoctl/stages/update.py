@@ -22,13 +22,12 @@ from grpoctl.errors import Conflict, GateFailed, InputRefused
 from grpoctl.policies import (
     POLICY_RECORD,
     Policy,
-    PolicyRecord,
     open_policy,
     policy_files,
     weights_digest,
 )
 from grpoctl.schema.canonical import sha256_json
-from grpoctl.schema.manifest import PolicyIdentity, RowAccounting
+from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord, RowAccounting
 from grpoctl.schema.tables import STEPS, TOKEN_STATS
 from grpoctl.stages.base import (
     Context,

@@ -216,6 +216,13 @@ def test_a_log_ratio_beyond_twenty_is_clamped_and_without_gradient() -> None:
     assert one("ppo_clip", -1.0, -60.0, -1.0, LossSettings(dual_clip=3.0))[0] == 3.0
 
 
+def test_a_sequence_log_ratio_beyond_ten_is_clamped_and_without_gradient() -> None:
+    loss, gradient, result = one("gspo", -1.0, -13.0, -1.0, LossSettings())
+    assert loss == result.ratio.item() == pytest.approx(math.exp(10)) and gradient == 0
+    loss, gradient, _ = one("gspo", -1.0, -10.0, -1.0, LossSettings())
+    assert loss == gradient == pytest.approx(math.exp(9))
+
+
 @quick(40)
 @given(mini_batches(), st.integers(0, 2**31))
 def test_weights_multiply_loss_and_gradient_and_are_not_read_under_the_mask(batch: MiniBatch, seed: int) -> None:

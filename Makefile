@@ -1,0 +1,42 @@
+# make demo: environment, quickstart pipeline, reward curve.  make test: environment, the suite.
+# On a machine with a GPU: make demo CONSTRAINTS= (the constraints pin the CPU build of torch).
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints-cpu.txt
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test test-integration lint bench schemas clean
+
+demo: $(VENV)/.installed
+	$(BIN)/grpoctl run pipelines/quickstart.yaml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+test-integration: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m integration
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/pipeline.py
+
+schemas: $(VENV)/.installed
+	$(BIN)/python -m grpoctl.schema.publish
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[torch]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable ".[torch,math,s3,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
