@@ -91,7 +91,7 @@ def _rendered(
     def command(**values: Any) -> None:
         flags = {entry.flag: values.pop(_variable(entry)) for entry in entries}
         values["flags"] = {flag: value for flag, value in flags.items() if value not in (None, [], ())}
-        _guarded(body, values)
+        guarded(body, values)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -125,15 +125,15 @@ def _metavar(field: FieldInfo) -> str:
     return names.get(options[0], "TEXT")
 
 
-def _guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> None:
-    """Run a command's body; an expected failure becomes a message on stderr and its exit code."""
+def guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> None:
+    """Run a command's body; an expected failure becomes a message on stderr, its exit code, and the JSON line."""
     _set_up_logging(verbose=values.get("verbose", False))
     try:
         body(values)
     except GrpoctlError as error:
         print(f"error: {error}", file=sys.stderr)
         record = {"state": "error", "error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
-        _emit(record, values)
+        emit(record, values)
         raise typer.Exit(error.exit_code) from error
 
 
@@ -144,7 +144,8 @@ def _set_up_logging(*, verbose: bool) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _emit(record: dict[str, Any], values: dict[str, Any]) -> None:
+def emit(record: dict[str, Any], values: dict[str, Any]) -> None:
+    """Print the record as one JSON line where --json asks for it, and write it where --result-file does."""
     line = json.dumps(record)
     if values.get("json"):
         print(line, flush=True)
@@ -183,7 +184,7 @@ def _run_stage(name: str, values: dict[str, Any]) -> None:
     if not values["json"]:
         for line in _stage_lines(record):
             print(line)
-    _emit(record, values)
+    emit(record, values)
 
 
 def _stage_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -237,14 +238,14 @@ def _run_pipeline(values: dict[str, Any]) -> None:
         print()
         print(reward_curve(summary["metrics"]))
         print(f"\nartifacts: {summary['run_dir']}  (metrics.jsonl, iter-…/, policies/)")
-    _emit({"state": "done", "exit_code": 0, **summary}, values)
+    emit({"state": "done", "exit_code": 0, **summary}, values)
 
 
 def _plan(values: dict[str, Any]) -> None:
     lines = list(_pipeline(values).plan())
     if not values["json"]:
         print("\n".join(lines))
-    _emit({"state": "planned", "exit_code": 0, "stages": lines}, values)
+    emit({"state": "planned", "exit_code": 0, "stages": lines}, values)
 
 
 def _status(values: dict[str, Any]) -> None:
@@ -253,4 +254,4 @@ def _status(values: dict[str, Any]) -> None:
     lines = list(status_lines(values["run_dir"]))
     if not values["json"]:
         print("\n".join(lines))
-    _emit({"state": "done", "exit_code": 0, "status": lines}, values)
+    emit({"state": "done", "exit_code": 0, "status": lines}, values)

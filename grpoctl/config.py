@@ -52,8 +52,10 @@ class PromptsConfig(Section):
 
     path: Annotated[str, Flag("--prompts")] = "builtin:addition"
     """Parquet or JSONL file, folder or glob on any fsspec URL; `builtin:addition` is the shipped task."""
-    column: Annotated[str, Flag("--prompt-column")] = "prompt"
-    """Column with the prompt: text, a message list, or a message list as JSON; dots reach into structs."""
+    format: Annotated[Literal["auto", "trl", "verl", "openrlhf"], Flag("--format")] = "auto"
+    """Whose column names the file has: trl and verl call the prompt `prompt`, openrlhf `input`; auto looks and says."""
+    column: Annotated[str | None, Flag("--prompt-column")] = None
+    """Column with the prompt (by default the format's): text, a message list, or one as JSON; dots reach into structs."""
     id_column: str | None = None
     """Column with a unique id; by default sha256(file)[:8]:row."""
     limit: Annotated[int | None, Field(ge=1), Flag("--limit")] = None

@@ -53,24 +53,43 @@ def load_prompts(config: PromptsConfig) -> PromptSet:
     Raises:
         InputRefused: no rows, a missing column, null, empty or malformed prompts, duplicate ids, bytes that aren't UTF-8.
     """
-    places = _places(config.path)
+    table, digest = read_rows(config.path, config.limit)
+    origin, name = _layout(table, config)
+    ids = _ids(table, config, digest)
+    prompts, kind = _prompts(_column(table, name, config.path), ids, config, name)
+    notes = [f"{origin} layout, {table.num_rows} prompts as {kind} from column {name}"]
+    duplicates = len(ids) - len({json.dumps(prompt) for prompt in prompts})
+    if duplicates:
+        notes.append(f"{duplicates} prompts repeat an earlier text; each keeps a group of its own")
+    return PromptSet(
+        digest=digest, ids=ids, prompts=prompts, source=_source(table, name), format=kind, notes=tuple(notes)
+    )
+
+
+def read_rows(path: str, limit: int | None = None) -> tuple[pa.Table, str]:
+    """Return the rows of a file, folder or glob, and the digest of the files' bytes.
+
+    Raises:
+        InputRefused: no such files, not Parquet or JSONL, not UTF-8, or no rows.
+    """
+    places = _places(path)
     blobs = [read_bytes(place) for place in places]
     digests = [sha256_bytes(blob) for blob in blobs]
-    digest = digests[0] if len(digests) == 1 else sha256_json(digests)
     tables = [_table(blob, place) for blob, place in zip(blobs, places, strict=True)]
-    table = pa.concat_tables(tables, promote_options="permissive")
-    if config.limit is not None:
-        table = table.slice(0, config.limit)
+    table = pa.concat_tables(tables, promote_options="permissive").slice(0, limit)
     if table.num_rows == 0:
-        raise InputRefused(f"{config.path}: no rows; expected at least one prompt")
-    column = _column(table, config.column, config.path)
-    ids = _ids(table, config, digest)
-    prompts, kind = _prompts(column, ids, config)
-    duplicates = len(ids) - len({json.dumps(prompt) for prompt in prompts})
-    notes = (f"{duplicates} prompts repeat an earlier text; each keeps a group of its own",) if duplicates else ()
-    return PromptSet(
-        digest=digest, ids=ids, prompts=prompts, source=_source(table, config.column), format=kind, notes=notes
-    )
+        raise InputRefused(f"{path}: no rows; expected at least one")
+    return table, digests[0] if len(digests) == 1 else sha256_json(digests)
+
+
+def _layout(table: pa.Table, config: PromptsConfig) -> tuple[str, str]:
+    """Return whose layout the file has and the prompt column's name."""
+    names = set(table.column_names)
+    found = config.format
+    if found == "auto":
+        verl, openrlhf = {"data_source", "reward_model"} <= names, "prompt" not in names and {"input", "label"} <= names
+        found = "verl" if verl else "openrlhf" if openrlhf else "trl"
+    return found, config.column or ("input" if found == "openrlhf" else "prompt")
 
 
 def _places(path: str) -> list[Location]:
@@ -146,7 +165,7 @@ def _ids(table: pa.Table, config: PromptsConfig, digest: str) -> list[str]:
     return ids
 
 
-def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig) -> tuple[Any, str]:
+def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig, name: str) -> tuple[Any, str]:
     values = column.to_pylist()
     missing = [ids[row] for row, value in enumerate(values) if value is None]
     if missing:
@@ -165,7 +184,7 @@ def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig)
             return [[{"role": "user", "content": value}] for value in values], "messages"
         return values, "text"
     for prompt_id, value in zip(ids, values, strict=True):
-        _check_messages(value, f"{config.path}: {prompt_id}: {config.column}", config.allow_empty)
+        _check_messages(value, f"{config.path}: {prompt_id}: {name}", config.allow_empty)
     if config.chat_template == "never":
         raise InputRefused(
             f"{config.path}: prompts are messages, which need a template; set prompts.chat_template: auto"
@@ -209,3 +228,14 @@ def _source(table: pa.Table, column: str) -> pa.StructArray:
         [array if not isinstance(array, pa.ChunkedArray) else pa.concat_arrays(array.chunks) for array in arrays],
         names=[ROW_FIELD, *names],
     )
+
+
+def column_names(source: pa.StructType, prefix: str = "") -> list[str]:
+    """Return the names of a source struct's fields without the row number, fields of structs with dots."""
+    names = []
+    for field in (source.field(i) for i in range(source.num_fields)):
+        if prefix or field.name != ROW_FIELD:
+            names.append(f"{prefix}{field.name}")
+            if pa.types.is_struct(field.type):
+                names += column_names(field.type, f"{prefix}{field.name}.")
+    return names

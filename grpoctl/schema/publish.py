@@ -50,7 +50,14 @@ def settings_page() -> str:
     for name, field in PipelineConfig.model_fields.items():
         if _is_section(field):
             section = typing.cast(type[Section], field.annotation)
-            lines += ["", f"## {name}", "", (section.__doc__ or "").strip(), "", *_table(section.model_fields, f"{name}.")]
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                (section.__doc__ or "").strip(),
+                "",
+                *_table(section.model_fields, f"{name}."),
+            ]
             if name == "score":
                 from grpoctl.config import RewardConfig
 

@@ -76,7 +76,7 @@ def run(job: RolloutJob, context: Context) -> StageResult:
     tokenizer = load_tokenizer(policy.folder, policy.ref)
     plan, skipped = plan_prompts(prompts, chosen, job, tokenizer)
     for note in prompts.notes:
-        log.warning("%s: %s", job.prompts.path, note)
+        log.info("%s: %s", job.prompts.path, note)
     if prompts.format == "text" and tokenizer.inner.chat_template and job.prompts.chat_template == "auto":
         log.info(
             "prompts are text and go to the model as they are; prompts.chat_template: always makes them user turns"

@@ -19,7 +19,7 @@ from grpoctl.algorithms.advantages import advantages, token_advantages
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
 from grpoctl.config import RewardConfig, ScoreJob, defining
 from grpoctl.errors import GateFailed, InputRefused, PluginFailed, UsageError
-from grpoctl.prompts import ROW_FIELD
+from grpoctl.prompts import ROW_FIELD, column_names
 from grpoctl.rewards.inputs import RewardReference, check_columns
 from grpoctl.rewards.reference import resolve_reward
 from grpoctl.rewards.sample import FAILED_STATUSES, RewardOutcome, RewardSample
@@ -153,8 +153,7 @@ def _check_group_size(job: ScoreJob, rollouts: Artifact) -> None:
 
 
 def _source_columns(rollouts: Artifact) -> list[str]:
-    source = rollouts.read_shard(0).schema.field("source").type
-    return [source.field(i).name for i in range(source.num_fields) if source.field(i).name != ROW_FIELD]
+    return column_names(rollouts.read_shard(0, ["source"]).schema.field("source").type)
 
 
 def _score(
@@ -217,7 +216,7 @@ def _score_shard(
     messages = rollouts.manifest.sampling.prompt_format == "messages"
     rows = rollouts.read_shard(index, COLUMNS).to_pylist()
     usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
-    samples = [_sample(rows[number], messages) for number in usable]
+    samples = [reward_sample(rows[number], messages) for number in usable]
     by_reward = {reference.name: pool.score(reference.name, samples) for _, reference in references}
     weights = {reference.name: config.weight for config, reference in references}
     position = {number: place for place, number in enumerate(usable)}
@@ -235,7 +234,8 @@ def _score_shard(
     return _Scored(index=index, rows=rows, rewards=rewards, outcomes=outcomes)
 
 
-def _sample(row: Mapping[str, Any], messages: bool) -> RewardSample:
+def reward_sample(row: Mapping[str, Any], messages: bool) -> RewardSample:
+    """Return what a reward sees of a rollouts row; `messages` tells that the prompt column is JSON of a message list."""
     source = {name: value for name, value in (row["source"] or {}).items() if name != ROW_FIELD}
     return RewardSample(
         sample_id=row["sample_id"],
