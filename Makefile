@@ -36,6 +36,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[torch,math,s3,dev]"
+	$(PIP) --no-deps trl==1.16.0 verl==0.9.1  # their reward functions run through the adapters; no-deps keeps our torch
+	command -v bwrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap; }  # sandbox of the code reward
 	touch $@
 
 clean:

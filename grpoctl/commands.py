@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -196,8 +197,8 @@ def _stage_lines(record: dict[str, Any]) -> Iterator[str]:
         yield f"  rows: {counts or 0}"
     for name, value in record["facts"].items():
         if isinstance(value, dict):
-            value = ", ".join(f"{key} {_short(item)}" for key, item in value.items())
-        if value is not None:
+            yield f"  {name}: " + ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+        elif value is not None:
             yield f"  {name}: {_short(value)}"
 
 
@@ -222,7 +223,7 @@ def _pipeline(values: dict[str, Any]) -> Any:
         context=_context(values),
         origin=origin,
         accept_changes=values.get("accept_changes", False),
-        tell=(lambda line: log.info(line)) if values["json"] else (lambda line: print(line, flush=True)),
+        tell=log.info if values["json"] else functools.partial(print, flush=True),
     )
 
 

@@ -1,9 +1,63 @@
-"""What every test relies on: one thread, so numbers and times don't depend on the machine's load."""
+"""What every test relies on: one thread, so numbers don't depend on the machine's load, and one small finished run."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch at import, here and in the processes that tests start
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 import torch
 
+from grpoctl.config import PipelineConfig
+from grpoctl.pipeline import Pipeline
+from grpoctl.settings import load_job
+from grpoctl.stages.base import Context
+
 torch.set_num_threads(1)
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "pipelines/quickstart.yaml")
+
+
+def addition_prompts(num_rows: int) -> pa.Table:
+    """Return message prompts with answers, as the built-in policy knows them."""
+    pairs = [(3 + 7 * i, 91 - 5 * i) for i in range(num_rows)]
+    prompts = [[{"role": "user", "content": f"What is {a % 100}+{b % 100}?"}] for a, b in pairs]
+    return pa.table({"prompt": prompts, "answer": [str(a % 100 + b % 100) for a, b in pairs]})
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    """A Parquet file with four addition prompts."""
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(addition_prompts(4), path)
+    return path
+
+
+@pytest.fixture
+def run_pipeline() -> Callable[..., Pipeline]:
+    """Run quickstart.yaml with `key=value` changes and return the finished pipeline."""
+
+    def run(*sets: str, **options: object) -> Pipeline:
+        config = load_job(PipelineConfig, flags={}, sets=sets, file=QUICKSTART, environment={})
+        pipeline = Pipeline(config=config, context=Context(quiet=True), **options)  # type: ignore[arg-type]
+        pipeline.run()
+        return pipeline
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one iteration of 8 prompts × 4 samples with a KL term. Read only: copy it to change it."""
+    run_dir = tmp_path_factory.mktemp("small") / "run"
+    sets = [
+        f"run_dir={run_dir}", "iterations=1", "rollout.prompts_per_iteration=8", "rollout.group_size=4",
+        "rollout.prompts_per_shard=3", "update.mini_batch_size=16", "update.kl_coef=0.01", "reference=initial",
+        "update.token_stats=true", "logprob.entropy=true",
+    ]  # fmt: skip
+    config = load_job(PipelineConfig, flags={}, sets=sets, file=QUICKSTART, environment={})
+    Pipeline(config=config, context=Context(quiet=True)).run()
+    return run_dir

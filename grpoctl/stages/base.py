@@ -116,6 +116,13 @@ class Context:
     quiet: bool = False
     models: OrderedDict[tuple[str, str, str], Any] = field(default_factory=OrderedDict)
     trainers: dict[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+
+    def tell_once(self, message: str) -> None:
+        """Say something on stderr, once in the life of this process."""
+        if message not in self.told:
+            self.told.add(message)
+            log.info("%s", message)
 
     def selected(self, num_shards: int) -> list[int]:
         """Return the shards that this process is to write."""

@@ -56,8 +56,8 @@ def run(job: RolloutJob, context: Context) -> StageResult:
         GateFailed: too many failed or truncated completions.
         Conflict: other work is committed at `out`.
     """
-    if job.rollout.group_size < 2 and not job.prompts.allow_empty:
-        log.warning("group_size 1: a group without comparison has no advantage; only advantages: none can train on it")
+    if job.rollout.group_size < 2:
+        context.tell_once("group_size 1: without comparison there is no advantage; only advantages: none can train on it")
     check_outside(job.out, job.prompts.path, job.policy)
     policy = open_policy(job.policy)
     prompts = load_prompts(job.prompts)
@@ -76,7 +76,7 @@ def run(job: RolloutJob, context: Context) -> StageResult:
     tokenizer = load_tokenizer(policy.folder, policy.ref)
     plan, skipped = plan_prompts(prompts, chosen, job, tokenizer)
     for note in prompts.notes:
-        log.info("%s: %s", job.prompts.path, note)
+        context.tell_once(f"{job.prompts.path}: {note}")
     if prompts.format == "text" and tokenizer.inner.chat_template and job.prompts.chat_template == "auto":
         log.info(
             "prompts are text and go to the model as they are; prompts.chat_template: always makes them user turns"

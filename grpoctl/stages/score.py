@@ -171,6 +171,7 @@ def _score(
         raise UsageError(f"--shards: {job.score.advantages} looks at the whole batch; score it in one job")
     if batch_wide and todo:
         todo = list(range(work.num_shards))
+    max_failures = int(job.score.error_budget * rollouts.manifest.rows.input)
     started = time.monotonic()
     with ExitStack() as stack:
         pool = None
@@ -180,7 +181,7 @@ def _score(
         held: list[_Scored] = []
         for index in context.follow(todo, "score"):
             assert pool is not None
-            held.append(_score_shard(index, rollouts, pool, references))
+            held.append(_score_shard(index, rollouts, pool, references, max_failures))
             if not batch_wide:
                 _write(job, writer, held, (rollouts, logprobs))
                 held.clear()
@@ -210,14 +211,20 @@ def _pool(job: ScoreJob, references: Sequence[RewardReference], iteration: int) 
 
 
 def _score_shard(
-    index: int, rollouts: Artifact, pool: RewardPool, references: Sequence[tuple[RewardConfig, RewardReference]]
+    index: int,
+    rollouts: Artifact,
+    pool: RewardPool,
+    references: Sequence[tuple[RewardConfig, RewardReference]],
+    max_failures: int,
 ) -> _Scored:
     assert rollouts.manifest.sampling is not None
     messages = rollouts.manifest.sampling.prompt_format == "messages"
     rows = rollouts.read_shard(index, COLUMNS).to_pylist()
     usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
     samples = [reward_sample(rows[number], messages) for number in usable]
-    by_reward = {reference.name: pool.score(reference.name, samples) for _, reference in references}
+    by_reward = {
+        reference.name: pool.score(reference.name, samples, max_failures=max_failures) for _, reference in references
+    }
     weights = {reference.name: config.weight for config, reference in references}
     position = {number: place for place, number in enumerate(usable)}
     outcomes, rewards = [], []

