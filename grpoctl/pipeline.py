@@ -21,6 +21,7 @@ from grpoctl.schema.canonical import canonical_json
 from grpoctl.stages import logprob, rollout, score, sync, update
 from grpoctl.stages.base import Context, StageResult
 from grpoctl.stages.sync import version_name
+from grpoctl.stages.update_write import STATE
 from grpoctl.storage import create_exclusively, locate, read_bytes, read_if_there, remove, write_bytes
 
 log = logging.getLogger("grpoctl")
@@ -228,7 +229,7 @@ class Pipeline:
         keep = self.config.runtime.keep_states
         old = iteration - (keep or 0)
         if keep is not None and old >= (self.origin.iteration if self.origin else 0):
-            remove(locate(self.config.run_dir).child(f"iter-{old:06d}/update/{update.STATE}"))
+            remove(locate(self.config.run_dir).child(f"iter-{old:06d}/update/{STATE}"))
 
 
 def metrics_row(iteration: int, artifacts: dict[str, Artifact]) -> dict[str, Any]:

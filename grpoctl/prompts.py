@@ -160,7 +160,8 @@ def _ids(table: pa.Table, config: PromptsConfig, digest: str) -> list[str]:
     repeated = [name for name, count in Counter(ids).items() if count > 1]
     if repeated:
         raise InputRefused(
-            f"{config.path}: {len(repeated)} ids occur more than once in {config.id_column}: {repeated[:5]}"
+            f"{config.path}: {len(repeated)} ids occur more than once in {config.id_column}: {repeated[:5]}; "
+            "make them unique or leave prompts.id_column out"
         )
     return ids
 
@@ -169,7 +170,7 @@ def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig,
     values = column.to_pylist()
     missing = [ids[row] for row, value in enumerate(values) if value is None]
     if missing:
-        raise InputRefused(f"{config.path}: the prompt is null for {len(missing)} ids: {missing[:5]}")
+        raise InputRefused(f"{config.path}: the prompt is null for {len(missing)} ids: {missing[:5]}; fill or remove these rows")
     if all(isinstance(value, str) for value in values):
         parsed = [_json_messages(value) for value in values]
         if all(item is not None for item in parsed):

@@ -1,4 +1,4 @@
-"""What every test relies on: one thread, so numbers don't depend on the machine's load, and one small finished run."""
+"""What every test relies on: one thread, so numbers and times ignore the load; a small iteration to copy."""
 
 import os
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from small_set import empty, small_set, work  # noqa: F401  (fixtures of the fault tests)
 
 from grpoctl.config import PipelineConfig
 from grpoctl.pipeline import Pipeline

@@ -113,6 +113,11 @@ def load_tokenizer(folder: Path, ref: str) -> Tokenizer:
     context = text_config.get("max_position_embeddings") or text_config.get("n_positions")
     if not context or "vocab_size" not in text_config:
         raise InputRefused(f"{ref}: config.json lacks max_position_embeddings or vocab_size")
+    if min(eos) >= int(text_config["vocab_size"]):
+        raise InputRefused(
+            f"{ref}: end-of-sequence token {min(eos)} is outside the model's {text_config['vocab_size']} embeddings; "
+            "correct eos_token_id, or every completion would run to max_new_tokens"
+        )
     return Tokenizer(
         inner=inner,
         folder=folder,

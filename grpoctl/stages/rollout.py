@@ -57,7 +57,9 @@ def run(job: RolloutJob, context: Context) -> StageResult:
         Conflict: other work is committed at `out`.
     """
     if job.rollout.group_size < 2:
-        context.tell_once("group_size 1: without comparison there is no advantage; only advantages: none can train on it")
+        context.tell_once(
+            "group_size 1: without comparison there is no advantage; only advantages: none can train on it"
+        )
     check_outside(job.out, job.prompts.path, job.policy)
     policy = open_policy(job.policy)
     prompts = load_prompts(job.prompts)
@@ -317,7 +319,7 @@ def _table(
         "seed": [_seed(job, prompt.prompt_id, index) for prompt in part for index in range(size)],
         "status": [row.status for row in rows],
         "error": [row.error for row in rows],
-        "source": prompts.source.take(pa.array([prompt.row for prompt in part for _ in range(size)])),
+        "source": prompts.source.take(pa.array([prompt.row for prompt in part for _ in range(size)], pa.int64())),
     }
     schema = ROLLOUTS.arrow_schema({"source": prompts.source.type})
     return pa.table({field.name: pa.array(columns[field.name], type=field.type) for field in schema}, schema=schema)

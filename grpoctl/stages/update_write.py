@@ -1,0 +1,164 @@
+"""Write an update's artifact: the new policy whole, the optimizer's state, probe rows, and the table of steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from grpoctl.artifacts import Artifact, ArtifactWriter, Work, parquet_bytes
+from grpoctl.config import UpdateJob
+from grpoctl.errors import GateFailed
+from grpoctl.policies import POLICY_RECORD, Policy, policy_files, weights_digest
+from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord, RowAccounting
+from grpoctl.schema.tables import STEPS, TOKEN_STATS
+from grpoctl.stages.base import environment
+from grpoctl.stages.probe import probe_logprobs
+from grpoctl.stages.update_batches import TrainingRows
+from grpoctl.stages.update_report import summary
+from grpoctl.storage import locate
+
+STATE = "trainer_state"
+PROBE_FILE = "probe.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateInputs:
+    """The artifacts and the policy that an update starts from."""
+
+    rollouts: Artifact
+    scores: Artifact
+    logprobs: Artifact | None
+    resume: Artifact | None
+    policy: Policy
+
+    @property
+    def first_step(self) -> int:
+        """Global steps taken before this update."""
+        return int(self.resume.manifest.stats["global_step"]) if self.resume else 0
+
+    @property
+    def digest(self) -> str:
+        """Content digest of the rollouts: the identity of this batch."""
+        return self.rollouts.manifest.content_digest
+
+
+def write_update(
+    job: UpdateJob,
+    work: Work,
+    inputs: UpdateInputs,
+    data: TrainingRows,
+    trainer: Any,
+    steps: list[dict[str, Any]],
+    tokens: dict[int, dict[str, Any]],
+    trained_seconds: float,
+) -> tuple[ArtifactWriter, Artifact, str]:
+    """Write and commit everything an update leaves behind.
+
+    Returns:
+        The writer, the committed artifact (another writer's, where that one was first), and our weights' digest.
+
+    Raises:
+        GateFailed: no step was taken.
+    """
+    if all(step["status"] != "ok" for step in steps):
+        raise GateFailed(
+            f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
+        )
+    started = time.monotonic()
+    writer = ArtifactWriter(url=job.out, work=work)
+    with tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch:
+        folder = Path(scratch)
+        digest = _export(folder / "policy", trainer, inputs, work.fingerprint)
+        trainer.save_state(folder / STATE)
+        (folder / PROBE_FILE).write_text(json.dumps(_probe(job, data, trainer, inputs)))
+        if tokens:
+            (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, tokens), TOKEN_STATS))
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                writer.add_file(path.relative_to(folder).as_posix(), path)
+    schema = STEPS.arrow_schema()
+    named = [{"step": number, **step} for number, step in enumerate(steps)]
+    writer.write_shard(0, pa.Table.from_pylist(named, schema=schema), counts={"ok": len(steps)})
+    identity = PolicyIdentity(
+        ref=f"{job.out}/policy",
+        version=inputs.policy.version + 1,
+        weights_digest=digest,
+        tokenizer_digest=inputs.policy.tokenizer_digest,
+    )
+    total = len(data.rows.sample_ids)
+    artifact = writer.commit(
+        rows=RowAccounting(input=total, ok=len(data.trainable), skipped=total - len(data.trainable), failed=0),
+        policy=identity,
+        sampling=inputs.rollouts.manifest.sampling,
+        stats=summary(steps),
+        tokens={"trained": sum(step["num_tokens"] for step in steps)},
+        timings={"training_seconds": trained_seconds, "writing_seconds": time.monotonic() - started},
+        environment=environment(),
+    )
+    assert artifact is not None
+    return writer, artifact, digest
+
+
+def _scratch(out: str) -> str | None:
+    """Return a folder on the output's disk, so that finished files are linked and not copied; None for object stores."""
+    location = locate(out)
+    if not location.is_local:
+        return None
+    Path(location.path).mkdir(parents=True, exist_ok=True)
+    return location.path
+
+
+def _export(folder: Path, trainer: Any, inputs: UpdateInputs, fingerprint: str) -> str:
+    """Write the new policy: weights from the trainer, everything else as the parent has it."""
+    trainer.export(folder)
+    for path in policy_files(inputs.policy.folder):
+        content = path.read_bytes()
+        if path.name == "config.json":
+            config = json.loads(content)
+            key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+            config[key] = "float32"
+            content = (json.dumps(config, indent=2) + "\n").encode()
+        (folder / path.name).write_bytes(content)
+    digest = weights_digest(folder)
+    record = PolicyRecord(
+        version=inputs.policy.version + 1,
+        parent_digest=inputs.policy.weights_digest,
+        weights_digest=digest,
+        tokenizer_digest=inputs.policy.tokenizer_digest,
+        update_fingerprint=fingerprint,
+        consumed=[*inputs.policy.consumed, inputs.digest],
+        dtype="float32",
+    )
+    (folder / POLICY_RECORD).write_text(record.model_dump_json(indent=1))
+    return digest
+
+
+def _probe(job: UpdateJob, data: TrainingRows, trainer: Any, inputs: UpdateInputs) -> dict[str, Any]:
+    """Return a few completions with their log-probabilities under the new policy."""
+    assert inputs.rollouts.manifest.sampling is not None
+    temperature = inputs.rollouts.manifest.sampling.temperature
+    rows = data.trainable[: job.update.num_probe_rows]
+    prompts = [data.rows.prompt_ids[row].tolist() for row in rows]
+    completions = [data.rows.completion_ids[row].tolist() for row in rows]
+    return {
+        "temperature": temperature,
+        "sample_ids": [data.rows.sample_ids[row] for row in rows],
+        "prompt_ids": prompts,
+        "completion_ids": completions,
+        "logprobs": probe_logprobs(trainer.policy, prompts, completions, temperature=temperature),
+    }
+
+
+def _token_table(data: TrainingRows, tokens: dict[int, dict[str, Any]]) -> pa.Table:
+    rows = sorted(tokens)
+    columns: dict[str, Any] = {"sample_id": [data.rows.sample_ids[row] for row in rows]}
+    for column in TOKEN_STATS.columns[1:]:
+        columns[column.name] = [tokens[row].get(column.name) for row in rows]
+    schema = TOKEN_STATS.arrow_schema()
+    return pa.table({f.name: pa.array(columns[f.name], type=f.type) for f in schema}, schema=schema)
