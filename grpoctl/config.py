@@ -142,6 +142,8 @@ class ScoreConfig(Section):
     """Value-head reward model, a folder or REF; its raw score is one more reward, named `reward_model`."""
     reward_model_weight: float = 1.0
     """Factor of the reward model's score in the weighted sum."""
+    reward_model_dtype: Dtype = "float32"
+    """Floating-point type of the reward model's forward; its weights and its head are float32."""
     advantages: Annotated[AdvantageName, Flag("--advantages")] = "grpo"
     """Estimator."""
     advantage_eps: Annotated[float, Field(ge=0.0)] = 1e-6
@@ -288,6 +290,40 @@ class SyncConfig(Section):
     """Largest |Δ log-probability| on the probe rows between the update engine and the published folder, nats."""
 
 
+class RewardModelConfig(Section):
+    """Fitting a value-head reward model to pairs of answers."""
+
+    prompt_column: str = "prompt"
+    """Column with what both answer, text or messages; may be absent where chosen and rejected are whole texts or
+    conversations."""
+    chosen_column: str = "chosen"
+    """Column with the better answer: text, or a message list."""
+    rejected_column: str = "rejected"
+    """Column with the other answer."""
+    epochs: Annotated[int, Field(ge=1), Flag("--epochs")] = 1
+    """Passes over the pairs."""
+    batch_size: Annotated[int, Field(ge=1), Flag("--batch-size")] = 32
+    """Pairs per optimizer step."""
+    lr: Annotated[float, Field(gt=0.0), Flag("--lr")] = 1e-5
+    """Peak learning rate: linear warmup, then linear decay to 0."""
+    warmup_fraction: Fraction = 0.1
+    """Share of the steps that warm up."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay on matrices."""
+    grad_clip: Annotated[float | None, Field(gt=0.0)] = 1.0
+    """Largest global gradient norm; null doesn't clip."""
+    head_only: Annotated[bool, Flag("--head-only")] = False
+    """Train the head alone and leave the language model as it is; use a learning rate near 1e-2 then."""
+    holdout_fraction: Annotated[float, Field(ge=0.0, lt=1.0), Flag("--holdout-fraction")] = 0.1
+    """Share of the pairs kept out of training for the accuracy that is reported; pairs of one prompt stay together."""
+    max_tokens: Annotated[int | None, Field(ge=1), Flag("--max-tokens")] = None
+    """Longest text of a pair, template included; by default the model's context."""
+    overlong: Literal["error", "skip"] = "error"
+    """What happens to a pair with a longer text."""
+    dtype: Dtype = "float32"
+    """Floating-point type of the forward; weights and optimizer are float32."""
+
+
 class RuntimeConfig(Section):
     """What never changes a result: devices, memory, speed."""
 
@@ -298,7 +334,8 @@ class RuntimeConfig(Section):
     rollout_batch_size: Positive = 256
     """Completions sampled at once by the hf engine."""
     micro_batch_tokens: Annotated[int, Field(ge=1), Flag("--micro-batch-tokens")] = 16384
-    """Tokens, padding included, of one forward in logprob and update; a longer single row still runs alone."""
+    """Tokens, padding included, of one forward of the training framework or a reward model; a longer single row still
+    runs alone."""
     reward_workers: Positive = 1
     """Processes that call reward functions."""
     keep_states: Annotated[int | None, Field(ge=1)] = 2
@@ -398,6 +435,23 @@ class SyncJob(_Job):
     """Checks."""
 
 
+class RewardModelJob(_Job):
+    """Train a value-head reward model on pairs of answers."""
+
+    runs_forward: ClassVar[bool] = True
+
+    preferences: Annotated[str | None, Flag("--preferences")] = None
+    """Parquet or JSONL file, folder or glob with chosen and rejected, and prompt where they don't hold it."""
+    base: Annotated[str, Flag("--base")] = "builtin:tiny"
+    """Language model REF that gets the head: folder, fsspec URL, hub id (org/name@revision) or builtin:tiny."""
+    seed: Annotated[int, Field(ge=0), Flag("--seed")] = 0
+    """Seed of the head, of the order of pairs and of what is held out."""
+    out: Annotated[str, Flag("--out")] = "reward-model"
+    """Folder to write."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Columns, optimizer, held-out pairs."""
+
+
 class PipelineConfig(_Job):
     """A pipeline file: the cycle of stages, iteration after iteration."""
 
@@ -442,4 +496,5 @@ JOBS: Final[dict[str, type[_Job]]] = {
     "update": UpdateJob,
     "sync": SyncJob,
     "run": PipelineConfig,
+    "reward-model train": RewardModelJob,
 }

@@ -172,7 +172,7 @@ def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig,
     if missing:
         raise InputRefused(f"{config.path}: the prompt is null for {len(missing)} ids: {missing[:5]}; fill or remove these rows")
     if all(isinstance(value, str) for value in values):
-        parsed = [_json_messages(value) for value in values]
+        parsed = [json_messages(value) for value in values]
         if all(item is not None for item in parsed):
             values = parsed
     if all(isinstance(value, str) for value in values):
@@ -193,7 +193,8 @@ def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig,
     return [[{k: v for k, v in turn.items() if v is not None} for turn in value] for value in values], "messages"
 
 
-def _json_messages(text: str) -> Messages | None:
+def json_messages(text: str) -> Messages | None:
+    """Return the message list that a text holds as JSON, or None where it is plain text."""
     if not text.lstrip().startswith("[{"):
         return None
     try:

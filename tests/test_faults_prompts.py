@@ -156,7 +156,7 @@ def test_an_empty_file_among_others_is_legal_and_so_is_a_shard_without_rows(empt
     given = ("--set", "prompts.overlong=skip", "--set", "rollout.prompts_per_shard=1")
     assert rollout(empty / "p", *given).code == 0
     assert [shard["rows"] for shard in manifest("rollouts")["shards"]] == [2, 2, 0]
-    done("score", "--rollouts", "rollouts", "--reward", "length", "--set", "score.fail_if_all_equal=never")
+    done("score", "--rollouts", "rollouts", "--reward", "format", "--set", "score.fail_if_all_equal=never")
     done("logprob", "--rollouts", "rollouts", "--policy", "builtin:tiny")
     assert [shard["rows"] for shard in manifest("scores")["shards"]] == [2, 2, 0]
     assert [shard["rows"] for shard in manifest("logprobs")["shards"]] == [2, 2, 0]
@@ -221,11 +221,12 @@ def test_a_template_that_writes_the_begin_token_gets_no_second_one(empty: Path) 
 
 
 NO_EOS = {"eos_token_id": None}
+LLAMA = {"model_type": "llama"}  # whose tokenizer class has no end token of its own, unlike Qwen2's
 NO_EOS_TOKEN = {"eos_token": None, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def test_a_model_without_an_end_token_is_refused(empty: Path) -> None:
-    policy = policy_copy(empty / "policy", config=NO_EOS, generation=NO_EOS, tokenizer=NO_EOS_TOKEN)
+    policy = policy_copy(empty / "policy", config=NO_EOS | LLAMA, generation=NO_EOS, tokenizer=NO_EOS_TOKEN)
     outcome = rollout("builtin:addition", "--limit", 2, policy=policy)
     assert_refused(
         outcome, 3, where="policy", found="no end-of-sequence", expected="eos_token_id", todo="set eos_token_id"
@@ -234,7 +235,9 @@ def test_a_model_without_an_end_token_is_refused(empty: Path) -> None:
 
 
 def test_an_end_token_outside_the_vocabulary_is_refused(empty: Path) -> None:
-    policy = policy_copy(empty / "policy", config=NO_EOS, generation={"eos_token_id": 999}, tokenizer=NO_EOS_TOKEN)
+    policy = policy_copy(
+        empty / "policy", config=NO_EOS | LLAMA, generation={"eos_token_id": 999}, tokenizer=NO_EOS_TOKEN
+    )
     outcome = rollout("builtin:addition", "--limit", 2, policy=policy)
     assert_refused(outcome, 3, where="policy", found="999", expected="320", todo="eos_token_id")
     assert_nothing_made()

@@ -97,6 +97,9 @@ class OptimizerSettings:
 class Trainer(Protocol):
     """A policy being trained: forward, backward, step, save, load; nothing of losses or batches."""
 
+    policy: Any
+    """The forward; tells what may share a prompt, up to which length."""
+
     def logprobs(self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False) -> tuple[Any, Any]:
         """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
         ...

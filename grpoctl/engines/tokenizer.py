@@ -54,6 +54,17 @@ class Tokenizer:
         Raises:
             InputRefused: no chat template, or the template refuses the messages.
         """
+        return self._templated(messages, ask=True)
+
+    def encode_conversation(self, messages: Messages) -> TokenIds:
+        """Return the ids of a templated conversation that ends with its last turn.
+
+        Raises:
+            InputRefused: no chat template, or the template refuses the messages.
+        """
+        return self._templated(messages, ask=False)
+
+    def _templated(self, messages: Messages, *, ask: bool) -> TokenIds:
         if not self.inner.chat_template:
             raise InputRefused(
                 f"{self.folder}: the tokenizer has no chat template, but prompts are messages; "
@@ -62,7 +73,7 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            text = self.inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
         except TemplateError as error:
             raise InputRefused(
                 f"{self.folder}: the chat template refuses {json.dumps(messages)[:120]}: {error}"

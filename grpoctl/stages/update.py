@@ -1,4 +1,4 @@
-"""Take the optimizer steps over one batch of rollouts; write the new policy, the optimizer's state and every step's numbers."""
+"""Take the optimizer steps over one batch of rollouts: the next policy, the optimizer's state, every step's numbers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from grpoctl.stages.base import (
 from grpoctl.stages.joins import require_made_from
 from grpoctl.stages.update_batches import TrainingRows, has_signal, load_training_rows, mini_batches, num_mini_batches
 from grpoctl.stages.update_report import check_limits, step_statistics
-from grpoctl.stages.update_step import StepSettings, learning_rate, run_step
-from grpoctl.stages.update_write import STATE, UpdateInputs, write_update
+from grpoctl.stages.update_step import Step, StepSettings, learning_rate
+from grpoctl.stages.update_write import STATE, Trained, UpdateInputs, write_update
 
 log = logging.getLogger("grpoctl")
 
@@ -176,14 +176,15 @@ def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, d
         for epoch in range(job.update.epochs)
         for rows in mini_batches(data, job, digest=inputs.digest, group_size=sampling.group_size, epoch=epoch)
     ]
-    steps: list[dict[str, Any]] = []
-    tokens: dict[int, dict[str, Any]] = {}
+    trained = Trained(trainer=trainer, steps=[], tokens={})
     for epoch, rows in context.follow(plan, "update"):
         keep = job.update.token_stats and epoch == 0
-        steps.append(_step(job, trainer, data, rows, settings, inputs.first_step + len(steps), epoch, keep, tokens))
-        check_limits(job, steps)
-    trained = time.monotonic() - started
-    writer, artifact, digest = write_update(job, work, inputs, data, trainer, steps, tokens, trained)
+        step = Step(trainer=trainer, data=data, rows=rows, settings=dataclasses.replace(settings, keep_tokens=keep))
+        global_step = inputs.first_step + len(trained.steps)
+        trained.steps.append({"epoch": epoch, **_take(step, job, global_step, trained.tokens)})
+        check_limits(job, trained.steps)
+    trained = dataclasses.replace(trained, seconds=time.monotonic() - started)
+    writer, artifact, digest = write_update(job, work, inputs, data, trained)
     if artifact.manifest.policy is not None and artifact.manifest.policy.weights_digest == digest:
         context.models[(digest, job.update.dtype, job.runtime.device)] = trainer.policy
         context.trainers[_warm_key(job, digest, artifact.manifest.content_digest)] = trainer
@@ -221,20 +222,10 @@ def _warm_key(job: UpdateJob, weights: str, state: str) -> str:
     return sha256_json({"weights": weights, "state": state, "device": job.runtime.device, **settings})
 
 
-def _step(
-    job: UpdateJob,
-    trainer: Any,
-    data: TrainingRows,
-    rows: list[int],
-    settings: StepSettings,
-    global_step: int,
-    epoch: int,
-    keep: bool,
-    tokens: dict[int, dict[str, Any]],
-) -> dict[str, Any]:
+def _take(step: Step, job: UpdateJob, global_step: int, tokens: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Run one optimizer step and return its row of the steps table."""
     started = time.monotonic()
-    sums, denominator = run_step(trainer, trainer.policy, data, rows, dataclasses.replace(settings, keep_tokens=keep))
+    sums, denominator = step.run()
     tokens.update(sums.tokens)
     lr = learning_rate(job.update, global_step)
     loss = (sums.policy_numerator + job.update.kl_coef * sums.kl_numerator) / denominator if denominator else 0.0
@@ -243,20 +234,19 @@ def _step(
     if denominator == 0:
         status = "no_tokens"
     elif not math.isfinite(loss):
-        trainer.discard()
+        step.trainer.discard()
         status = "nonfinite"
     else:
-        norm = trainer.step(lr)
+        norm = step.trainer.step(lr)
         status = "ok" if norm is not None else "nonfinite"
     if status == "nonfinite":
-        skipped = [data.rows.sample_ids[row] for row in (sums.nonfinite_rows or rows)]
+        skipped = [step.data.rows.sample_ids[row] for row in (sums.nonfinite_rows or step.rows)]
     return {
         "global_step": global_step + 1,
-        "epoch": epoch,
         "status": status,
         "skipped_ids": skipped,
         "loss": loss,
-        **step_statistics(job, data, rows, sums),
+        **step_statistics(job, step, sums),
         "loss_denominator": denominator,
         "grad_norm": norm,
         "lr": lr,

@@ -9,17 +9,16 @@ import numpy as np
 
 from grpoctl.config import UpdateJob
 from grpoctl.errors import GateFailed
-from grpoctl.stages.update_batches import TrainingRows
-from grpoctl.stages.update_step import StepSums
+from grpoctl.stages.update_step import Step, StepSums
 from grpoctl.storage import locate, write_bytes
 
 NONFINITE_FILE = "_nonfinite.json"
 
 
-def step_statistics(job: UpdateJob, data: TrainingRows, rows: list[int], sums: StepSums) -> dict[str, Any]:
+def step_statistics(job: UpdateJob, step: Step, sums: StepSums) -> dict[str, Any]:
     """Return a step's statistics as columns of the steps table."""
     count = max(1, sums.num_tokens)
-    has_reference = all(data.ref_logprobs[row] is not None for row in rows)
+    has_reference = all(step.data.ref_logprobs[row] is not None for row in step.rows)
     return {
         "policy_loss_numerator": sums.policy_numerator,
         "kl_loss_numerator": sums.kl_numerator if job.update.kl_coef > 0 else None,
@@ -32,7 +31,7 @@ def step_statistics(job: UpdateJob, data: TrainingRows, rows: list[int], sums: S
         "correction_mean": sums.correction_sum / count if job.update.correction != "none" else None,
         "entropy": sums.entropy_sum / count if job.update.entropy else None,
         "num_tokens": sums.num_tokens,
-        "num_sequences": sum(bool(data.rows.masks[row].any()) for row in rows),
+        "num_sequences": sum(bool(step.data.rows.masks[row].any()) for row in step.rows),
         "num_micro_batches": sums.num_micro_batches,
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpoctl.algorithms.aggregation import loss_denominator, loss_numerator
 from grpoctl.algorithms.correction import correction_weights
 from grpoctl.algorithms.kl import token_kl
-from grpoctl.algorithms.policy_loss import LossSettings, policy_loss
+from grpoctl.algorithms.policy_loss import LOG_RATIO_LIMIT, LossSettings, TokenLoss, policy_loss
 from grpoctl.config import UpdateConfig
 from grpoctl.engines.base import FloatVector, Trainer, Unit, chunks_by_tokens
 from grpoctl.engines.forward import make_units
@@ -71,82 +71,97 @@ class _Batch:
     reference: Tensor | None
 
 
-def run_step(
-    trainer: Trainer, model: Any, data: TrainingRows, rows: Sequence[int], settings: StepSettings
-) -> tuple[StepSums, float]:
-    """Collect the gradient of one mini-batch; the caller decides whether to step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One mini-batch on its way through the engine.
 
     Args:
         trainer: the engine
-        model: the trained policy's forward, for what it can pack
         data: all rows
         rows: the mini-batch
         settings: loss and budget
-
-    Returns:
-        The sums, and the denominator (0.0 where no token carries loss: nothing was run).
     """
-    lengths = torch.tensor([int(data.rows.masks[row].sum()) for row in rows])
-    denominator = loss_denominator(lengths, aggregation=settings.config.aggregation, norm_tokens=settings.norm_tokens)
-    sums = StepSums()
-    if denominator == 0:
+
+    trainer: Trainer
+    data: TrainingRows
+    rows: Sequence[int]
+    settings: StepSettings
+
+    def run(self) -> tuple[StepSums, float]:
+        """Collect the gradient of the mini-batch; the caller decides whether to step.
+
+        Returns:
+            The sums, and the denominator (0.0 where no token carries loss: nothing was run).
+        """
+        settings, rows = self.settings, self.data.rows
+        lengths = torch.tensor([int(rows.masks[row].sum()) for row in self.rows])
+        denominator = loss_denominator(
+            lengths, aggregation=settings.config.aggregation, norm_tokens=settings.norm_tokens
+        )
+        sums = StepSums()
+        if denominator == 0:
+            return sums, denominator
+        units = make_units(
+            [rows.prompt_ids[row] for row in self.rows],
+            [rows.completion_ids[row] for row in self.rows],
+            policy=self.trainer.policy,
+            budget=settings.micro_batch_tokens,
+        )
+        for chunk in chunks_by_tokens(units, settings.micro_batch_tokens):
+            with memory_errors("training", "runtime.micro_batch_tokens"):
+                self._micro_batch(chunk, denominator, sums)
+            sums.num_micro_batches += 1
         return sums, denominator
-    units = make_units(
-        [data.rows.prompt_ids[row] for row in rows],
-        [data.rows.completion_ids[row] for row in rows],
-        policy=model,
-        budget=settings.micro_batch_tokens,
-    )
-    for chunk in chunks_by_tokens(units, settings.micro_batch_tokens):
-        with memory_errors("training", "runtime.micro_batch_tokens"):
-            _micro_batch(trainer, model, data, rows, chunk, settings, denominator, sums)
-        sums.num_micro_batches += 1
-    return sums, denominator
 
-
-def _micro_batch(
-    trainer: Trainer,
-    model: Any,
-    data: TrainingRows,
-    rows: Sequence[int],
-    chunk: Sequence[Unit],
-    settings: StepSettings,
-    denominator: float,
-    sums: StepSums,
-) -> None:
-    config = settings.config
-    members = [rows[place] for unit in chunk for place in unit.rows]
-    flat, entropy = trainer.logprobs(chunk, temperature=settings.temperature, with_entropy=config.entropy)
-    batch = _matrices(data, members, flat.device)
-    logprobs = _spread(flat, batch.filled)
-    weights = _weights(batch, config)
-    result = policy_loss(
-        config.loss,
-        logprobs,
-        old_logprobs=batch.old,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        settings=_loss_settings(config),
-        weights=weights,
-    )
-    numerator = loss_numerator(result.loss, batch.mask, aggregation=config.aggregation)
-    total = numerator
-    kl = None
-    if batch.reference is not None:
-        kl = token_kl(logprobs, batch.reference, estimator=config.kl_estimator)
-        kl = kl * torch.exp((logprobs - batch.old).clamp(-20, 20)) if config.kl_times_ratio else kl
-        if config.kl_coef > 0:
+    def _micro_batch(self, chunk: Sequence[Unit], denominator: float, sums: StepSums) -> None:
+        config = self.settings.config
+        members = [self.rows[place] for unit in chunk for place in unit.rows]
+        flat, entropy = self.trainer.logprobs(chunk, temperature=self.settings.temperature, with_entropy=config.entropy)
+        batch = _matrices(self.data, members, flat.device)
+        logprobs = _spread(flat, batch.filled)
+        weights = _weights(batch, config)
+        result = policy_loss(
+            config.loss,
+            logprobs,
+            old_logprobs=batch.old,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            settings=_loss_settings(config),
+            weights=weights,
+        )
+        numerator = loss_numerator(result.loss, batch.mask, aggregation=config.aggregation)
+        kl = _kl(logprobs, batch, config)
+        total = numerator
+        if kl is not None and config.kl_coef > 0:
             kl_numerator = loss_numerator(kl, batch.mask, aggregation=config.aggregation)
             total = numerator + config.kl_coef * kl_numerator
             sums.kl_numerator += float(kl_numerator.detach())
-    trainer.backward(total / denominator)
-    sums.policy_numerator += float(numerator.detach())
-    with torch.no_grad():
-        _collect(sums, batch, result, kl, weights, None if entropy is None else _spread(entropy, batch.filled))
-        bad = ~torch.isfinite(torch.where(batch.mask, result.loss, 0.0)).all(dim=-1)
-        sums.nonfinite_rows += [members[i] for i in bad.nonzero()[:, 0].tolist()]
-        if settings.keep_tokens:
-            _keep(sums, batch, logprobs, result, kl)
+        self.trainer.backward(total / denominator)
+        sums.policy_numerator += float(numerator.detach())
+        with torch.no_grad():
+            _collect(sums, batch, result, _Extras(kl, weights, entropy))
+            bad = ~torch.isfinite(torch.where(batch.mask, result.loss, 0.0)).all(dim=-1)
+            sums.nonfinite_rows += [members[i] for i in bad.nonzero()[:, 0].tolist()]
+            if self.settings.keep_tokens:
+                _keep(sums, batch, logprobs, result, kl)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """Matrices that a step may lack: KL, off-policy weights, (N,) entropies."""
+
+    kl: Tensor | None
+    weights: Tensor | None
+    entropy: Tensor | None
+
+
+def _kl(logprobs: Tensor, batch: _Batch, config: UpdateConfig) -> Tensor | None:
+    if batch.reference is None:
+        return None
+    kl = token_kl(logprobs, batch.reference, estimator=config.kl_estimator)
+    if not config.kl_times_ratio:
+        return kl
+    return kl * torch.exp((logprobs - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _loss_settings(config: UpdateConfig) -> LossSettings:
@@ -203,7 +218,7 @@ def _spread(flat: Tensor, filled: Tensor) -> Tensor:
     return torch.zeros(filled.shape, dtype=flat.dtype, device=flat.device).masked_scatter(filled, flat)
 
 
-def _collect(sums: StepSums, batch: _Batch, result: Any, kl: Tensor | None, weights: Any, entropy: Any) -> None:
+def _collect(sums: StepSums, batch: _Batch, result: TokenLoss, extras: _Extras) -> None:
     mask = batch.mask
     ratio = result.ratio.expand_as(mask)[mask].double()
     if not ratio.numel():
@@ -214,15 +229,15 @@ def _collect(sums: StepSums, batch: _Batch, result: Any, kl: Tensor | None, weig
     sums.ratio_min = min(sums.ratio_min, float(ratio.min()))
     sums.clipped_low += int(result.clipped_low.sum())
     sums.clipped_high += int(result.clipped_high.sum())
-    if kl is not None:
-        sums.kl_sum += float(kl.detach()[mask].double().sum())
-    if weights is not None:
-        sums.correction_sum += float(weights[mask].double().sum())
-    if entropy is not None:
-        sums.entropy_sum += float(entropy[mask].double().sum())
+    if extras.kl is not None:
+        sums.kl_sum += float(extras.kl.detach()[mask].double().sum())
+    if extras.weights is not None:
+        sums.correction_sum += float(extras.weights[mask].double().sum())
+    if extras.entropy is not None:
+        sums.entropy_sum += float(extras.entropy[mask[batch.filled]].double().sum())
 
 
-def _keep(sums: StepSums, batch: _Batch, logprobs: Tensor, result: Any, kl: Tensor | None) -> None:
+def _keep(sums: StepSums, batch: _Batch, logprobs: Tensor, result: TokenLoss, kl: Tensor | None) -> None:
     parts = {
         "logprobs": logprobs.detach(),
         "ratio": result.ratio.expand_as(logprobs),

@@ -48,15 +48,22 @@ class UpdateInputs:
         return self.rollouts.manifest.content_digest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What the steps left behind: the engine, their rows of the steps table, per-token values, and seconds."""
+
+    trainer: Any
+    steps: list[dict[str, Any]]
+    tokens: dict[int, dict[str, Any]]
+    seconds: float = 0.0
+
+
 def write_update(
     job: UpdateJob,
     work: Work,
     inputs: UpdateInputs,
     data: TrainingRows,
-    trainer: Any,
-    steps: list[dict[str, Any]],
-    tokens: dict[int, dict[str, Any]],
-    trained_seconds: float,
+    trained: Trained,
 ) -> tuple[ArtifactWriter, Artifact, str]:
     """Write and commit everything an update leaves behind.
 
@@ -66,6 +73,7 @@ def write_update(
     Raises:
         GateFailed: no step was taken.
     """
+    steps = trained.steps
     if all(step["status"] != "ok" for step in steps):
         raise GateFailed(
             f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
@@ -74,11 +82,11 @@ def write_update(
     writer = ArtifactWriter(url=job.out, work=work)
     with tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch:
         folder = Path(scratch)
-        digest = _export(folder / "policy", trainer, inputs, work.fingerprint)
-        trainer.save_state(folder / STATE)
-        (folder / PROBE_FILE).write_text(json.dumps(_probe(job, data, trainer, inputs)))
-        if tokens:
-            (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, tokens), TOKEN_STATS))
+        digest = _export(folder / "policy", trained.trainer, inputs, work.fingerprint)
+        trained.trainer.save_state(folder / STATE)
+        (folder / PROBE_FILE).write_text(json.dumps(_probe(job, data, trained.trainer, inputs)))
+        if trained.tokens:
+            (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, trained.tokens), TOKEN_STATS))
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 writer.add_file(path.relative_to(folder).as_posix(), path)
@@ -98,7 +106,7 @@ def write_update(
         sampling=inputs.rollouts.manifest.sampling,
         stats=summary(steps),
         tokens={"trained": sum(step["num_tokens"] for step in steps)},
-        timings={"training_seconds": trained_seconds, "writing_seconds": time.monotonic() - started},
+        timings={"training_seconds": trained.seconds, "writing_seconds": time.monotonic() - started},
         environment=environment(),
     )
     assert artifact is not None
