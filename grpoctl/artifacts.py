@@ -211,7 +211,7 @@ def committed(url: str, work: Work) -> Artifact | None:
     artifact = read_manifest(url)
     if artifact is not None:
         if artifact.manifest.fingerprint != work.fingerprint:
-            raise _conflict(url, artifact.manifest.definition, work.definition)
+            raise conflict(url, artifact.manifest.definition, work.definition)
         return artifact
     for index in range(work.num_shards):
         shard = _read_shard_record(locate(url), index)
@@ -223,7 +223,8 @@ def committed(url: str, work: Work) -> Artifact | None:
     return None
 
 
-def _conflict(url: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Conflict:
+def conflict(url: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Conflict:
+    """Return the error that names which keys of two definitions differ."""
     differing = list(differences(found, wanted))
     shown = "; ".join(f"{key}: {before} → {after}" for key, before, after in differing[:6])
     more = f" and {len(differing) - 6} more" if len(differing) > 6 else ""

@@ -22,6 +22,7 @@ COMMANDS: Final[dict[str, str]] = {
     "plan": "Pipeline file in, a line for each stage out: done or to run.",
     "status": "Run directory in, what it holds out.",
     "reward": "Try a reward function on rows of a file (grpoctl reward test).",
+    "reward-model": "Train a reward model on pairs of answers (grpoctl reward-model train).",
 }
 """Every command and its help. Its options are rendered from the settings when it is the one being run."""
 

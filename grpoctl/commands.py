@@ -23,6 +23,7 @@ from grpoctl.settings import FlagField, flag_fields, load_job
 
 log = logging.getLogger("grpoctl")
 STAGES: Final = ("rollout", "score", "logprob", "update", "sync")
+TRAIN: Final = "reward-model train"
 QUIET_LOGGERS: Final = ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "botocore", "s3fs", "aiobotocore")
 
 COMMON: Final[dict[str, tuple[Any, Any]]] = {
@@ -45,6 +46,12 @@ def add(app: typer.Typer, name: str, text: str) -> None:
         from grpoctl.reward_commands import reward_app
 
         app.add_typer(reward_app, name="reward", help=text)
+        return
+    if name == "reward-model":
+        group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+        train = _rendered(JOBS[TRAIN], COMMON, lambda given: _run_stage(TRAIN, given))
+        group.command("train", help="Pairs of answers in, a value-head reward model out.")(train)
+        app.add_typer(group, name=name, help=text)
         return
     body: Callable[[dict[str, Any]], None]
     if name in STAGES:
@@ -91,7 +98,8 @@ def _rendered(
 
     def command(**values: Any) -> None:
         flags = {entry.flag: values.pop(_variable(entry)) for entry in entries}
-        values["flags"] = {flag: value for flag, value in flags.items() if value not in (None, [], ())}
+        given = {flag: value for flag, value in flags.items() if value not in (None, [], ())}
+        values["flags"] = {flag: "true" if value is True else value for flag, value in given.items()}
         guarded(body, values)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -108,6 +116,8 @@ def _variable(entry: FlagField) -> str:
 
 
 def _kind(field: FieldInfo) -> Any:
+    if field.annotation is bool:
+        return bool | None
     return list[str] | None if typing.get_origin(field.annotation) is tuple else str | None
 
 
@@ -168,14 +178,12 @@ def _context(values: dict[str, Any]) -> Any:
 
 
 def _run_stage(name: str, values: dict[str, Any]) -> None:
-    from grpoctl.pipeline import STAGES as stage_functions
-
     job = load_job(JOBS[name], flags=values["flags"], sets=values["set"] or (), file=values["config"])
     if name in ("rollout", "update") and "policy" not in job.model_fields_set:
         log.info("no --policy: using the built-in tiny policy, builtin:tiny")
     context = _context(values)
     with redirect_stdout(sys.stderr):
-        result = stage_functions[name](job, context)
+        result = _stage_function(name)(job, context)
     record: dict[str, Any] = {"stage": name, "out": result.out, "state": result.state, "exit_code": 0}
     if result.artifact is not None:
         manifest = result.artifact.manifest
@@ -186,6 +194,16 @@ def _run_stage(name: str, values: dict[str, Any]) -> None:
         for line in _stage_lines(record):
             print(line)
     emit(record, values)
+
+
+def _stage_function(name: str) -> Callable[[Any, Any], Any]:
+    if name == TRAIN:
+        from grpoctl.stages.reward_model import run
+
+        return run
+    from grpoctl.pipeline import STAGES as stage_functions
+
+    return stage_functions[name]
 
 
 def _stage_lines(record: dict[str, Any]) -> Iterator[str]:

@@ -20,6 +20,8 @@ FLOORS = {
     "artifacts": 4.1,
     "policies": 4.2,
     "prompts": 4.3,
+    "preferences": 4.4,
+    "reward_models": 4.4,
     "engines": 5,
     "stages": 6,
     "pipeline": 7,

@@ -24,8 +24,8 @@ from grpoctl.engines.base import FloatVector, TokenIds, Unit, chunks_by_tokens, 
 from grpoctl.engines.hf_model import pick_device
 from grpoctl.engines.tokenizer import require
 from grpoctl.errors import InputRefused
+from grpoctl.reward_models import HEAD_FILE
 
-HEAD_FILE: Final = "value_head.safetensors"
 HEAD_TENSOR: Final = "value_head.weight"
 HEAD_OF_TRANSFORMERS: Final = "score.weight"
 NOT_OF_THE_HEAD: Final = frozenset({"lm_head.weight"})

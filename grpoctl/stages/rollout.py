@@ -334,6 +334,7 @@ def _stats(rows: Sequence[_Row]) -> dict[str, Any]:
         "truncated": sum(row.sample.finish_reason == "length" for row in rows),
         "prompt_tokens": sum(row.num_prompt_tokens for row in rows),
         "completion_tokens": sum(len(row.sample.completion_ids) for row in rows),
+        "first_error": next((row.error for row in rows if row.error is not None), None),
         "logprob_sum": float(sum(row.sample.logprobs.sum(dtype=np.float64) for row in rows if row.status == "ok")),
     }
 
@@ -342,9 +343,10 @@ def _accounting(shards: Sequence[Shard], skipped: int, job: RolloutJob) -> RowAc
     failed = sum(shard.counts["failed"] for shard in shards)
     total = sum(shard.rows for shard in shards)
     if failed > job.rollout.failed_budget * total:
+        first = next(shard.stats["first_error"] for shard in shards if shard.counts["failed"])
         raise GateFailed(
             f"{job.out}: {failed} of {total} rows failed in the sampler, budget {job.rollout.failed_budget:.0%} "
-            "(rollout.failed_budget); see the error column of its shards"
+            f"(rollout.failed_budget); the first: {first}; see the error column of its shards"
         )
     return RowAccounting(input=total + skipped, ok=total - failed, skipped=skipped, failed=failed)
 

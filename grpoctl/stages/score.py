@@ -52,6 +52,7 @@ class _Scored:
     """One shard's rows with their outcomes, before advantages."""
 
     index: int
+    names: tuple[str, ...]
     rows: list[dict[str, Any]]
     rewards: list[dict[str, float | None]]
     outcomes: list[RewardOutcome]
@@ -238,7 +239,7 @@ def _score_shard(
             parts = {name: results[place] for name, results in by_reward.items()}
             outcomes.append(combine(parts, weights))
             rewards.append(_values(parts))
-    return _Scored(index=index, rows=rows, rewards=rewards, outcomes=outcomes)
+    return _Scored(index=index, names=tuple(weights), rows=rows, rewards=rewards, outcomes=outcomes)
 
 
 def reward_sample(row: Mapping[str, Any], messages: bool) -> RewardSample:
@@ -343,7 +344,7 @@ def _token_advantages(job: ScoreJob, logprobs: Artifact | None, scored: _Scored,
 
 
 def _table(scored: _Scored, values: Any, num_scored: Any, by_token: Sequence[Any]) -> pa.Table:
-    names = list(dict.fromkeys(name for row in scored.rewards for name in row))
+    names = list(dict.fromkeys([*scored.names, *(name for row in scored.rewards for name in row)]))
     kind = pa.struct([pa.field(name, pa.float64()) for name in names])
     columns: dict[str, Any] = {
         "sample_id": [row["sample_id"] for row in scored.rows],

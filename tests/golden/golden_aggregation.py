@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from golden_cases import MATCHED, Case, Outcome, absent, differs, first_gap, gap
-from golden_losses import NO_TOKEN, PADDED_WIDTH, verl_denominator
+from golden_losses import NO_TOKEN
+from golden_verl_losses import PADDED_WIDTH, verl_denominator
 from torch import Tensor
 
 from grpoctl.algorithms.aggregation import AGGREGATIONS, check_aggregation, loss_denominator, loss_numerator

@@ -21,7 +21,7 @@ NAN_SAMPLING = (
 EMPTY_COMPLETION = "completion without a token: ours has weight 0; TRL raises"
 CLAMP = "weight beyond e^±20: ours is clamped, TRL's isn't"
 
-METHODS_NOT_HERE = {"rollout_is_batch_normalize": "correction", "mask_truncated_completions": "TRL option"}
+METHODS_NOT_HERE = {"rollout_is_batch_normalize": "correction"}
 
 
 def effective_correction(

@@ -14,7 +14,8 @@ import golden_advantages
 import golden_aggregation
 import golden_correction
 import golden_kl
-import golden_losses
+import golden_trl_losses
+import golden_verl_losses
 import pytest
 from golden_cases import FOLDER, Case, Outcome, load_cases
 
@@ -23,14 +24,14 @@ HANDLERS: dict[tuple[str, str], Callable[[Case], Outcome]] = {
     **golden_aggregation.HANDLERS,
     **golden_correction.HANDLERS,
     **golden_kl.HANDLERS,
-    **golden_losses.HANDLERS,
+    **golden_trl_losses.HANDLERS,
+    **golden_verl_losses.HANDLERS,
 }
-
-
 METHODS_NOT_HERE = {
     **golden_advantages.METHODS_NOT_HERE,
     **golden_aggregation.METHODS_NOT_HERE,
-    **golden_losses.METHODS_NOT_HERE,
+    **golden_trl_losses.METHODS_NOT_HERE,
+    **golden_verl_losses.METHODS_NOT_HERE,
     **golden_correction.METHODS_NOT_HERE,
 }
 CASES = load_cases()
