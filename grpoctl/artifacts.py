@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from grpoctl import __version__
 from grpoctl.errors import Conflict, InputRefused
 from grpoctl.schema.canonical import canonical_json, sha256_json, table_digest
-from grpoctl.schema.manifest import ArtifactFile, Manifest, Parent, Shard
+from grpoctl.schema.manifest import MANIFEST_SCHEMA, ArtifactFile, Manifest, Parent, Shard
 from grpoctl.schema.tables import SCHEMA_VERSION_KEY, TABLE_KEY, TABLES, Table
 from grpoctl.storage import (
     Location,
@@ -69,21 +69,20 @@ class Artifact:
         place = self.location.child(shard.part)
         data = read_if_there(place)
         manifest_url = f"{self.url}/{MANIFEST_NAME}"
+        remedy = f"restore it, or remove {self.url} and rerun its stage"
         if data is None:
-            raise InputRefused(f"{place.url}: missing, but {manifest_url} names it; restore it or rerun the stage")
+            raise InputRefused(f"{place.url}: missing, but {manifest_url} names it; {remedy}")
         if len(data) != shard.bytes:
             raise InputRefused(
                 f"{place.url}: {len(data)} bytes, but {manifest_url} says {shard.bytes}; "
-                "the file was truncated or replaced: restore it or rerun the stage"
+                f"the file was truncated or replaced: {remedy}"
             )
         if sha256_bytes(data) != shard.sha256:
-            raise InputRefused(
-                f"{place.url}: content differs from the sha256 in {manifest_url}; restore it or rerun the stage"
-            )
+            raise InputRefused(f"{place.url}: content differs from the sha256 in {manifest_url}; {remedy}")
         try:
             table = pq.read_table(pa.BufferReader(data), columns=columns, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
-            raise InputRefused(f"{place.url}: not a readable Parquet file ({error}); rerun the stage") from error
+            raise InputRefused(f"{place.url}: not a readable Parquet file ({error}); {remedy}") from error
         if columns is None:
             self._check_columns(table, place)
         return table
@@ -117,7 +116,10 @@ class Artifact:
             local = folder / file.path.removeprefix(f"{prefix}/")
             place = self.location.child(file.path)
             if not exists(place):
-                raise InputRefused(f"{place.url}: missing, but the manifest names it (pruned by gc?); rerun the stage")
+                raise InputRefused(
+                    f"{place.url}: missing, but the manifest names it (pruned by gc?); remove "
+                    f"{self.url} and rerun its stage"
+                )
             get_file(place, local)
             check_file(local, file, place.url)
         return folder
@@ -129,7 +131,7 @@ def check_file(local: Path, file: ArtifactFile, url: str) -> None:
     if size != file.bytes or sha256_file(local) != file.sha256:
         raise InputRefused(
             f"{url}: {size} bytes with another content than the manifest names ({file.bytes} bytes, "
-            f"sha256 {file.sha256[:12]}…); restore it or rerun the stage"
+            f"sha256 {file.sha256[:12]}…); restore it, or remove the artifact and rerun its stage"
         )
 
 
@@ -147,7 +149,7 @@ def read_manifest(url: str) -> Artifact | None:
     try:
         raw = json.loads(data)
     except ValueError as error:
-        raise InputRefused(f"{where}: not JSON ({error}); the file was damaged, rerun the stage") from error
+        raise InputRefused(f"{where}: not JSON ({error}); restore it, or remove {url} and rerun its stage") from error
     _check_version(raw, where)
     try:
         manifest = Manifest.model_validate(raw)
@@ -158,13 +160,17 @@ def read_manifest(url: str) -> Artifact | None:
 
 
 def _check_version(raw: Any, where: str) -> None:
-    table = raw.get("table") if isinstance(raw, dict) else None
-    version = raw.get("table_version") if isinstance(raw, dict) else None
-    known = TABLES[table].version if table in TABLES else 0
-    if not isinstance(version, int) or version > known:
+    if not isinstance(raw, dict) or "table" not in raw:
         raise InputRefused(
-            f"{where}: table {table!r} version {version}, written by grpoctl {raw.get('grpoctl_version', '?')}; "
-            f"this is grpoctl {__version__}, which reads up to version {known}: upgrade it"
+            f"{where}: JSON without a table, expected a manifest; remove the artifact and rerun its stage"
+        )
+    table, version, document = raw["table"], raw.get("table_version"), raw.get("manifest_schema")
+    known = TABLES[table].version if table in TABLES else 0
+    if not isinstance(version, int) or version > known or document != MANIFEST_SCHEMA:
+        raise InputRefused(
+            f"{where}: table {table!r} version {version} in manifest version {document}, written by grpoctl "
+            f"{raw.get('grpoctl_version', '?')}; this is grpoctl {__version__}, which reads up to version {known} in "
+            f"manifest version {MANIFEST_SCHEMA}: upgrade it"
         )
 
 

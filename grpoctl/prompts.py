@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
+from grpoctl.artifacts import read_manifest
 from grpoctl.config import PromptsConfig
 from grpoctl.errors import InputRefused
 from grpoctl.policies import BUILTIN
@@ -76,7 +77,12 @@ def read_rows(path: str, limit: int | None = None) -> tuple[pa.Table, str]:
     blobs = [read_bytes(place) for place in places]
     digests = [sha256_bytes(blob) for blob in blobs]
     tables = [_table(blob, place) for blob, place in zip(blobs, places, strict=True)]
-    table = pa.concat_tables(tables, promote_options="permissive").slice(0, limit)
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive").slice(0, limit)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise InputRefused(
+            f"{path}: columns of its {len(tables)} files have different types ({error}); expected one schema: name one file"
+        ) from error
     if table.num_rows == 0:
         raise InputRefused(f"{path}: no rows; expected at least one")
     return table, digests[0] if len(digests) == 1 else sha256_json(digests)
@@ -103,6 +109,9 @@ def _places(path: str) -> list[Location]:
     if any(character in path for character in "*?["):
         found = sorted(str(name) for name in filesystem.glob(location.path))
     elif filesystem.isdir(location.path):
+        artifact = read_manifest(path)
+        if artifact is not None:
+            raise InputRefused(f"{path}: holds {artifact.manifest.table}, expected prompt files; name the right folder")
         found = sorted(str(name) for name in filesystem.find(location.path) if _is_data(str(name)))
     else:
         return [location]
@@ -170,7 +179,9 @@ def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig,
     values = column.to_pylist()
     missing = [ids[row] for row, value in enumerate(values) if value is None]
     if missing:
-        raise InputRefused(f"{config.path}: the prompt is null for {len(missing)} ids: {missing[:5]}; fill or remove these rows")
+        raise InputRefused(
+            f"{config.path}: the prompt is null for {len(missing)} ids: {missing[:5]}; fill or remove these rows"
+        )
     if all(isinstance(value, str) for value in values):
         parsed = [json_messages(value) for value in values]
         if all(item is not None for item in parsed):

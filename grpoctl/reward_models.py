@@ -16,6 +16,7 @@ from grpoctl.schema.manifest import Record
 
 REWARD_MODEL_RECORD: Final = "grpoctl_reward_model.json"
 HEAD_FILE: Final = "value_head.safetensors"
+CLASSIFIER: Final = "ForSequenceClassification"
 TEXT_RULES: Final = {
     "messages": "the reward model's chat template over the prompt's turns and the completion as the assistant's",
     "user_turn": "the reward model's chat template over the prompt as the user's turn and the completion as the assistant's",
@@ -71,7 +72,7 @@ class RewardModelFolder:
     tokenizer_digest: str
     template: str | None
 
-    def text_rule(self, prompt_format: str, *, has_template: bool) -> str:
+    def text_rule(self, prompt_format: str) -> str:
         """Return which of TEXT_RULES applies to rollouts whose prompts are `text` or `messages`.
 
         What it was trained on decides; a published model gets its chat template where it has one.
@@ -79,7 +80,7 @@ class RewardModelFolder:
         Raises:
             InputRefused: conversations, but a reward model of plain text.
         """
-        template = self.template or ("messages" if has_template else "text")
+        template = self.template or ("messages" if has_chat_template(self.folder) else "text")
         if template == "messages":
             return "messages" if prompt_format == "messages" else "user_turn"
         if prompt_format == "messages":
@@ -108,6 +109,12 @@ def open_reward_model(ref: str) -> RewardModelFolder:
         if (record.weights_digest, record.tokenizer_digest) != (found.weights_digest, found.tokenizer_digest):
             what = "weights" if record.weights_digest != found.weights_digest else "tokenizer"
             raise InputRefused(f"{ref}: {what} differ from the digest in {REWARD_MODEL_RECORD}; damaged or edited")
+    elif not any(name.endswith(CLASSIFIER) for name in _architectures(found.folder)):
+        raise InputRefused(
+            f"{ref}: no value head: no {HEAD_FILE}, and its architecture is "
+            f"{', '.join(_architectures(found.folder)) or 'not named'}, not …{CLASSIFIER}; train one with "
+            "`grpoctl reward-model train --base …`"
+        )
     return RewardModelFolder(
         ref=ref,
         folder=found.folder,
@@ -120,9 +127,20 @@ def open_reward_model(ref: str) -> RewardModelFolder:
 
 def is_reward_model(folder: Path) -> bool:
     """Return whether a model folder has a head for rewards already."""
-    named = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
-    classifies = any(str(name).endswith("ForSequenceClassification") for name in named)
+    classifies = any(name.endswith(CLASSIFIER) for name in _architectures(folder))
     return classifies or (folder / HEAD_FILE).is_file() or (folder / REWARD_MODEL_RECORD).is_file()
+
+
+def _architectures(folder: Path) -> list[str]:
+    return [str(name) for name in json.loads((folder / "config.json").read_bytes()).get("architectures") or ()]
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether a model folder's tokenizer has a chat template, without loading it."""
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(json.loads(config.read_bytes()).get("chat_template"))
 
 
 def read_record(folder: Path, ref: str) -> RewardModelRecord | None:

@@ -91,6 +91,11 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
             folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError) as error:
+        if "ignore_mismatched_sizes" in str(error):
+            raise InputRefused(
+                f"{ref}: shapes of its tensors aren't those that config.json asks for (vocab_size {vocab_size}); "
+                "config and weights don't belong together, restore one of them"
+            ) from error
         raise InputRefused(f"{ref}: transformers can't load it ({str(error).splitlines()[0]})") from error
     place = pick_device(device)
     module.to(place).eval()

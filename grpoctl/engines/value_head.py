@@ -8,7 +8,6 @@ N rows, T tokens, H hidden size.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -210,21 +209,14 @@ def _ours(folder: Path, ref: str) -> tuple[Any, Tensor]:
 def _published(folder: Path, ref: str) -> tuple[Any, Tensor]:
     from transformers import AutoModelForSequenceClassification
 
-    config = json.loads((folder / "config.json").read_bytes())
-    named = [str(name) for name in config.get("architectures") or ()]
-    if not any(name.endswith("ForSequenceClassification") for name in named):
-        raise InputRefused(
-            f"{ref}: no value head: no {HEAD_FILE}, and its architecture is {', '.join(named) or 'not named'}, not "
-            "…ForSequenceClassification; train one with `grpoctl reward-model train --base …`"
-        )
     module, info = _loaded(AutoModelForSequenceClassification, folder, ref)
     if module.config.num_labels != 1:
         raise InputRefused(f"{ref}: num_labels is {module.config.num_labels}, a reward model has 1; it is a classifier")
     _check_complete(info, ref, may_hold=NOT_OF_THE_HEAD)
     head = getattr(module, "score", None)
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+    if not isinstance(head, torch.nn.Linear) or "bias" in dict(head.named_parameters()):
         raise InputRefused(
-            f"{ref}: {named[0]} has no plain linear head on the last token ({HEAD_OF_TRANSFORMERS}, no bias); "
+            f"{ref}: {type(module).__name__} has no plain linear head on the last token ({HEAD_OF_TRANSFORMERS}, no bias); "
             "only decoder models with one are supported"
         )
     _check_shape(head.weight, int(module.config.get_text_config().hidden_size), f"{ref}: {HEAD_OF_TRANSFORMERS}")

@@ -18,6 +18,7 @@ from grpoctl.artifacts import Artifact, ArtifactWriter, Work, committed
 from grpoctl.config import RuntimeConfig
 from grpoctl.errors import InputRefused, Interrupted, TryAgain, UsageError
 from grpoctl.policies import Policy
+from grpoctl.reward_models import RewardModelFolder
 
 log = logging.getLogger("grpoctl")
 Item = TypeVar("Item")
@@ -115,6 +116,7 @@ class Context:
     dry_run: bool = False
     quiet: bool = False
     models: OrderedDict[tuple[str, str, str], Any] = field(default_factory=OrderedDict)
+    reward_models: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
 
@@ -148,6 +150,26 @@ class Context:
                 self.models.popitem(last=False)
         self.models.move_to_end(key)
         return self.models[key]
+
+    def reward_model(self, model: RewardModelFolder, *, dtype: str, runtime: RuntimeConfig) -> Any:
+        """Return a reward model, loaded once for each weights digest; one is kept.
+
+        Raises:
+            TryAgain: the device has no memory for it.
+        """
+        from grpoctl.engines.tokenizer import load_tokenizer
+        from grpoctl.engines.value_head import load_reward_model
+
+        set_threads(runtime)
+        key = (model.weights_digest, dtype, runtime.device)
+        if key not in self.reward_models:
+            self.reward_models.clear()
+            size = load_tokenizer(model.folder, model.ref).context_tokens
+            with memory_errors("loading the reward model", "another device"):
+                self.reward_models[key] = load_reward_model(
+                    model.folder, ref=model.ref, device=runtime.device, dtype=dtype, context_tokens=size
+                )
+        return self.reward_models[key]
 
     def follow(self, items: Sequence[Item], label: str) -> Iterator[Item]:
         """Yield items, checking for a stop request before each and telling progress on stderr."""

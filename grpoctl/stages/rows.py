@@ -56,7 +56,7 @@ def token_rows(table: pa.Table, rollouts: Artifact, *, vocab_size: int) -> Token
     completions = _arrays(table["completion_ids"], np.int32)
     masks = _arrays(table["completion_mask"], np.bool_)
     logprobs = _arrays(table["rollout_logprobs"], np.float32)
-    _check_groups(group_ids, rollouts)
+    require_whole_groups(group_ids, rollouts)
     for row, sample_id in enumerate(sample_ids):
         if failed[row]:
             completions[row], masks[row] = np.zeros(0, np.int32), np.zeros(0, np.bool_)
@@ -84,15 +84,24 @@ def token_rows(table: pa.Table, rollouts: Artifact, *, vocab_size: int) -> Token
     )
 
 
-def _check_groups(group_ids: list[str], rollouts: Artifact) -> None:
-    closed: set[str] = set()
-    for previous, current in zip(group_ids, group_ids[1:], strict=False):
-        if current != previous:
-            closed.add(previous)
-            if current in closed:
-                raise InputRefused(
-                    f"{rollouts.url}: group {current} stands in several places; rows of a group must be together"
-                )
+def require_whole_groups(
+    group_ids: list[str], rollouts: Artifact, earlier: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Refuse rows whose groups don't stand together, or stood in an earlier shard; return all groups so far.
+
+    Raises:
+        InputRefused: a group in several places.
+    """
+    closed = set(earlier)
+    for number, current in enumerate(group_ids):
+        if number and current == group_ids[number - 1]:
+            continue
+        if current in closed:
+            raise InputRefused(
+                f"{rollouts.url}: group {current} stands in several places; rows of a group must be together: sample anew"
+            )
+        closed.add(current)
+    return frozenset(closed)
 
 
 def float_lists(column: pa.ChunkedArray) -> list[FloatVector | None]:

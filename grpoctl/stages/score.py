@@ -28,6 +28,9 @@ from grpoctl.schema.manifest import Parent, RowAccounting, Shard
 from grpoctl.schema.tables import SCORES
 from grpoctl.stages.base import Context, StageResult, already_done, check_outside, environment, finished, planned
 from grpoctl.stages.joins import require_made_from, require_same_rows
+from grpoctl.stages.reward_model_scores import NAME as REWARD_MODEL
+from grpoctl.stages.reward_model_scores import RewardModelScorer, reward_model_scorer
+from grpoctl.stages.rows import require_whole_groups
 
 log = logging.getLogger("grpoctl")
 BATCH_WIDE: Final = frozenset({"batch", "reinforce_plus_plus_baseline", "gpg"})
@@ -58,27 +61,37 @@ class _Scored:
     outcomes: list[RewardOutcome]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewards:
+    """What scores each completion."""
+
+    functions: list[tuple[RewardConfig, RewardReference]]
+    model: RewardModelScorer | None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Factor of each reward in the weighted sum."""
+        weights = {reference.name: config.weight for config, reference in self.functions}
+        return weights if self.model is None else {**weights, REWARD_MODEL: self.model.weight}
+
+
 def run(job: ScoreJob, context: Context) -> StageResult:
     """Score a rollouts artifact.
 
     Raises:
         UsageError: no reward named, or one that doesn't exist.
-        InputRefused: columns that a reward needs are missing or null.
+        InputRefused: columns that a reward needs are missing or null, or texts beyond the reward model's context.
         PluginFailed: rewards failed beyond the budget.
         GateFailed: all rewards equal, or too many incomplete groups.
     """
     check_outside(job.out, job.rollouts, job.logprobs)
     rollouts = open_artifact(job.rollouts, table="rollouts")
-    references = [(config, _resolve(config)) for config in job.score.rewards]
-    if not references:
-        raise UsageError(
-            "no reward; name one with --reward accuracy, --reward file.py:function or --reward package.module:f"
-        )
+    rewards = _rewards(job, context, rollouts)
     logprobs = _logprobs(job, rollouts)
     work = Work(
         stage="score",
         table=SCORES,
-        definition=_definition(job, rollouts, logprobs, references),
+        definition=_definition(job, rollouts, logprobs, rewards),
         config=job.model_dump(mode="json"),
         parents=_parents(rollouts, logprobs),
         num_shards=len(rollouts.manifest.shards),
@@ -87,11 +100,23 @@ def run(job: ScoreJob, context: Context) -> StageResult:
     if done is not None:
         return done
     _check_group_size(job, rollouts)
-    for _, reference in references:
+    for _, reference in rewards.functions:
         check_columns(reference, _source_columns(rollouts))
     if context.dry_run:
-        return planned(job.out, work, rewards=[reference.name for _, reference in references])
-    return _score(job, context, work, (rollouts, logprobs), references)
+        return planned(job.out, work, rewards=list(rewards.weights))
+    return _score(job, context, work, (rollouts, logprobs), rewards)
+
+
+def _rewards(job: ScoreJob, context: Context, rollouts: Artifact) -> _Rewards:
+    functions = [(config, _resolve(config)) for config in job.score.rewards]
+    if not functions and job.score.reward_model is None:
+        raise UsageError(
+            "no reward; name one with --reward accuracy, --reward file.py:function, --reward package.module:f "
+            "or --reward-model FOLDER"
+        )
+    if job.score.reward_model is not None and REWARD_MODEL in [reference.name for _, reference in functions]:
+        raise UsageError(f"rewards: one is named {REWARD_MODEL!r}, as is the reward model's; give it another `name:`")
+    return _Rewards(functions=functions, model=reward_model_scorer(job, context, rollouts))
 
 
 def _resolve(config: RewardConfig) -> RewardReference:
@@ -122,12 +147,12 @@ def _definition(
     job: ScoreJob,
     rollouts: Artifact,
     logprobs: Artifact | None,
-    references: Sequence[tuple[RewardConfig, RewardReference]],
+    rewards: _Rewards,
 ) -> dict[str, Any]:
     return {
         "stage": "score",
         "table_version": SCORES.version,
-        "score": {**defining(job.score), "rewards": None},
+        "score": {**defining(job.score), "rewards": None, "reward_model": None},
         "rewards": [
             {
                 "name": reference.name,
@@ -136,8 +161,9 @@ def _definition(
                 "source_digest": reference.source_digest,
                 "weight": config.weight,
             }
-            for config, reference in references
+            for config, reference in rewards.functions
         ],
+        "reward_model": None if rewards.model is None else rewards.model.definition,
         "combination": "weighted sum of the rewards that scored the row",
         "rollouts": rollouts.manifest.content_digest,
         "logprobs": logprobs.manifest.content_digest if logprobs else None,
@@ -162,7 +188,7 @@ def _score(
     context: Context,
     work: Work,
     inputs: tuple[Artifact, Artifact | None],
-    references: Sequence[tuple[RewardConfig, RewardReference]],
+    rewards: _Rewards,
 ) -> StageResult:
     rollouts, logprobs = inputs
     writer = ArtifactWriter(url=job.out, work=work)
@@ -178,11 +204,13 @@ def _score(
         pool = None
         if todo:
             iteration = int(rollouts.manifest.definition.get("iteration", 0))
-            pool = stack.enter_context(_pool(job, [reference for _, reference in references], iteration))
+            pool = stack.enter_context(_pool(job, [reference for _, reference in rewards.functions], iteration))
         held: list[_Scored] = []
+        groups: frozenset[str] = frozenset()
         for index in context.follow(todo, "score"):
             assert pool is not None
-            held.append(_score_shard(index, rollouts, pool, references, max_failures))
+            held.append(_score_shard(index, rollouts, pool, rewards, max_failures))
+            groups = require_whole_groups([row["group_id"] for row in held[-1].rows], rollouts, groups)
             if not batch_wide:
                 _write(job, writer, held, (rollouts, logprobs))
                 held.clear()
@@ -215,7 +243,7 @@ def _score_shard(
     index: int,
     rollouts: Artifact,
     pool: RewardPool,
-    references: Sequence[tuple[RewardConfig, RewardReference]],
+    rewards: _Rewards,
     max_failures: int,
 ) -> _Scored:
     assert rollouts.manifest.sampling is not None
@@ -223,23 +251,24 @@ def _score_shard(
     rows = rollouts.read_shard(index, COLUMNS).to_pylist()
     usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
     samples = [reward_sample(rows[number], messages) for number in usable]
-    by_reward = {
-        reference.name: pool.score(reference.name, samples, max_failures=max_failures) for _, reference in references
-    }
-    weights = {reference.name: config.weight for config, reference in references}
+    names = [reference.name for _, reference in rewards.functions]
+    by_reward = {name: pool.score(name, samples, max_failures=max_failures) for name in names}
+    if rewards.model is not None:
+        by_reward[REWARD_MODEL] = rewards.model.outcomes(samples)
+    weights = rewards.weights
     position = {number: place for place, number in enumerate(usable)}
-    outcomes, rewards = [], []
+    outcomes, values = [], []
     for number, row in enumerate(rows):
         place = position.get(number)
         if place is None:
             failure = f"the rollout failed: {row['error']}"
             outcomes.append(RewardOutcome(reward=None, status="unscorable", error=failure, seconds=0.0))
-            rewards.append(dict.fromkeys(weights))
+            values.append(dict.fromkeys(weights))
         else:
             parts = {name: results[place] for name, results in by_reward.items()}
             outcomes.append(combine(parts, weights))
-            rewards.append(_values(parts))
-    return _Scored(index=index, names=tuple(weights), rows=rows, rewards=rewards, outcomes=outcomes)
+            values.append(_values(parts))
+    return _Scored(index=index, names=tuple(weights), rows=rows, rewards=values, outcomes=outcomes)
 
 
 def reward_sample(row: Mapping[str, Any], messages: bool) -> RewardSample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def write_update(
         The writer, the committed artifact (another writer's, where that one was first), and our weights' digest.
 
     Raises:
-        GateFailed: no step was taken.
+        GateFailed: no step was taken, or the new policy answers with numbers that are not finite.
     """
     steps = trained.steps
     if all(step["status"] != "ok" for step in steps):
@@ -79,12 +80,18 @@ def write_update(
             f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
         )
     started = time.monotonic()
+    probe = _probe(job, data, trained.trainer, inputs)
+    if not all(math.isfinite(value) for row in probe["logprobs"] for value in row):
+        raise GateFailed(
+            f"{job.out}: the new policy's log-probabilities are not finite after {len(steps)} steps; nothing committed: "
+            "lower update.lr or set update.max_ratio"
+        )
     writer = ArtifactWriter(url=job.out, work=work)
     with tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch:
         folder = Path(scratch)
         digest = _export(folder / "policy", trained.trainer, inputs, work.fingerprint)
         trained.trainer.save_state(folder / STATE)
-        (folder / PROBE_FILE).write_text(json.dumps(_probe(job, data, trained.trainer, inputs)))
+        (folder / PROBE_FILE).write_text(json.dumps(probe))
         if trained.tokens:
             (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, trained.tokens), TOKEN_STATS))
         for path in sorted(folder.rglob("*")):

@@ -209,6 +209,24 @@ def test_clip_flags_of_geo_mean_name_the_bound_that_took_the_gradient() -> None:
         assert (gradient == 0) == (low or high)
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_bounds_a_rising_token_by_clip_high_and_a_falling_one_by_clip_low(name: str) -> None:
+    rising, falling = (math.log(0.6), math.log(0.3)), (math.log(0.3), math.log(0.6))
+    tight, wide = 0.01, 0.9
+    for (logprob, old), advantage, low, high, dropped in (
+        (rising, 1.0, wide, tight, True),
+        (rising, 1.0, tight, wide, False),
+        (falling, -1.0, tight, wide, True),
+        (falling, -1.0, wide, tight, False),
+        (rising, -1.0, tight, tight, False),  # against the gradient's direction nothing is dropped
+        (falling, 1.0, tight, tight, False),
+    ):
+        loss, gradient, result = one(name, logprob, old, advantage, LossSettings(clip_low=low, clip_high=high))
+        assert (loss == 0, gradient == 0) == (dropped, dropped)
+        assert (result.clipped_high | result.clipped_low).item() == dropped
+        assert result.clipped_high.item() == (dropped and advantage > 0)
+
+
 def test_a_log_ratio_beyond_twenty_is_clamped_and_without_gradient() -> None:
     loss, gradient, result = one("ppo_clip", -1.0, -60.0, -1.0, LossSettings())
     assert loss == pytest.approx(math.exp(20)) and gradient == 0
