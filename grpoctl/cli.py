@@ -20,6 +20,7 @@ COMMANDS: Final[dict[str, str]] = {
     "sync": "Update in, verified and published policy out; or roll back.",
     "run": "Pipeline file in, a whole run of these stages out; continues where the files end.",
     "plan": "Pipeline file in, a line for each stage out: done or to run.",
+    "example-data": "Nothing in, a Parquet file of addition prompts out, to try the other commands on.",
     "status": "Run directory in, what it holds out.",
     "reward": "Try a reward function on rows of a file (grpoctl reward test).",
     "reward-model": "Train a reward model on pairs of answers (grpoctl reward-model train).",

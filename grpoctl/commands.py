@@ -56,6 +56,12 @@ def add(app: typer.Typer, name: str, text: str) -> None:
     body: Callable[[dict[str, Any]], None]
     if name in STAGES:
         command = _rendered(JOBS[name], {"shards": SHARDS, **COMMON}, lambda given: _run_stage(name, given))
+    elif name == "example-data":
+        options = {
+            "out": (str, typer.Option("--out", metavar="FILE", help="Parquet file to write.")),
+            "rows": (int, typer.Option("--rows", metavar="N", min=1, max=9000, help="Rows.")),
+        }
+        command = _rendered(None, options, _example_data)
     elif name == "status":
         command = _rendered(None, {"run_dir": _argument("RUN_DIR"), "json": COMMON["json"]}, _status)
     else:
@@ -91,8 +97,7 @@ def _rendered(
     for entry in entries:
         parameters.append(_parameter(_variable(entry), Annotated[_kind(entry.field), _option(entry)], None))
     for name, (kind, option) in extra.items():
-        is_argument = "Argument" in type(option).__name__
-        default = inspect.Parameter.empty if is_argument else False if kind is bool else None
+        default = {bool: False, str: inspect.Parameter.empty, int: inspect.Parameter.empty}.get(kind)
         parameters.append(_parameter(name, Annotated[kind, option], default))
     parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
 
@@ -274,3 +279,13 @@ def _status(values: dict[str, Any]) -> None:
     if not values["json"]:
         print("\n".join(lines))
     emit({"state": "done", "exit_code": 0, "status": lines}, values)
+
+
+def _example_data(values: dict[str, Any]) -> None:
+    import pyarrow.parquet as pq
+
+    from grpoctl.prompts import read_rows
+
+    table, _ = read_rows("builtin:addition", values["rows"])
+    pq.write_table(table.select(["prompt", "answer"]), values["out"])
+    print(f"{values['out']}: {table.num_rows} rows (prompt, answer)")

@@ -65,7 +65,7 @@ def _options(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _storage_errors(location: Location) -> Iterator[None]:
+def storage_errors(location: Location) -> Iterator[None]:
     """Turn a file system's exceptions into ours, with the place in front."""
     try:
         yield
@@ -83,9 +83,28 @@ def _storage_errors(location: Location) -> Iterator[None]:
         raise TryAgain(f"{location.url}: {type(error).__name__}: {error}; rerun, finished shards are kept") from error
 
 
+def check_writable(location: Location) -> None:
+    """Refuse a local folder in which nothing can be created, before hours of work go into it.
+
+    Raises:
+        InputRefused: a file stands in its place, the file system is read-only, or permission is missing.
+    """
+    if not location.is_local:
+        return
+    place = location.path
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise InputRefused(f"{location.url}: {place} is a file, expected a folder; choose another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputRefused(
+            f"{location.url}: {place} is read-only or permission is missing; check permissions or choose another place"
+        )
+
+
 def exists(location: Location) -> bool:
     """Return whether a file or folder is there."""
-    with _storage_errors(location):
+    with storage_errors(location):
         return bool(location.filesystem.exists(location.path))
 
 
@@ -96,14 +115,14 @@ def read_bytes(location: Location) -> bytes:
         InputRefused: it isn't there or may not be read.
         TryAgain: the store failed.
     """
-    with _storage_errors(location):
+    with storage_errors(location):
         return location.filesystem.cat_file(location.path)
 
 
 def read_if_there(location: Location) -> bytes | None:
     """Return a file's bytes, or None where there is no such file."""
     try:
-        with _storage_errors(location):
+        with storage_errors(location):
             return location.filesystem.cat_file(location.path)
     except InputRefused as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -113,7 +132,7 @@ def read_if_there(location: Location) -> bytes | None:
 
 def list_names(location: Location) -> list[str]:
     """Return the names in a folder, sorted; empty where there is no folder."""
-    with _storage_errors(location):
+    with storage_errors(location):
         if not location.filesystem.isdir(location.path):
             return []
         return sorted(
@@ -123,7 +142,7 @@ def list_names(location: Location) -> list[str]:
 
 def write_bytes(location: Location, data: bytes) -> None:
     """Write a whole file, replacing what is there."""
-    with _storage_errors(location):
+    with storage_errors(location):
         if not location.is_local:
             location.filesystem.pipe_file(location.path, data)
             return
@@ -148,14 +167,14 @@ def create_exclusively(location: Location, data: bytes) -> bool:
     except OSError as error:  # FileExistsError, or s3fs's bare OSError for 409 and 412
         there = read_if_there(location)
         if there is None:
-            with _storage_errors(location):
+            with storage_errors(location):
                 raise error
         return there == data
     return True
 
 
 def _create_local(location: Location, data: bytes) -> bool:
-    with _storage_errors(location):
+    with storage_errors(location):
         temporary = _local_temporary(location, data)
         try:
             os.link(temporary, location.path)
@@ -196,7 +215,7 @@ def put_file(local: Path, location: Location, *, link: bool = False) -> None:
 
     Only files that are never changed in place may be linked.
     """
-    with _storage_errors(location):
+    with storage_errors(location):
         if not location.is_local:
             location.filesystem.put_file(str(local), location.path)
             return
@@ -233,17 +252,22 @@ def _copy(source: Path, target: Path) -> None:
 
 def get_file(location: Location, local: Path) -> None:
     """Bring a file to this machine's disk (a hard link where it is there already)."""
-    with _storage_errors(location):
+    with storage_errors(location):
         local.parent.mkdir(parents=True, exist_ok=True)
-        if location.is_local:
-            _link_or_copy(Path(location.path), local)
-        else:
-            location.filesystem.get_file(location.path, str(local))
+        try:
+            if location.is_local:
+                _link_or_copy(Path(location.path), local)
+            else:
+                location.filesystem.get_file(location.path, str(local))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise TryAgain(f"{local}: no space left; free some and rerun, finished shards are kept") from error
 
 
 def remove(location: Location) -> None:
     """Remove a file or a folder with all in it; nothing happens where it isn't there."""
-    with _storage_errors(location):
+    with storage_errors(location):
         if location.filesystem.exists(location.path):
             location.filesystem.rm(location.path, recursive=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -233,9 +234,15 @@ def environment() -> dict[str, str]:
 
 
 def already_done(out: str, work: Work) -> StageResult | None:
-    """Return the result of work that is committed already, or None."""
+    """Return the result of work that is committed already, or None where it can be written.
+
+    Raises:
+        Conflict: other work is committed there.
+        InputRefused: nothing can be written there.
+    """
     artifact = committed(out, work)
     if artifact is None:
+        check_writable(locate(out))
         return None
     return StageResult(
         stage=work.stage, out=out, state="already_done", artifact=artifact, facts=dict(artifact.manifest.stats)
@@ -258,17 +265,21 @@ def finished(writer: ArtifactWriter, artifact: Artifact | None) -> StageResult:
     return StageResult(stage=work.stage, out=writer.url, state="done", artifact=artifact, facts=facts)
 
 
-def check_outside(out: str, *inputs: str | None) -> None:
+def check_outside(out: str, *inputs: str | None, flag: str = "--out") -> None:
     """Refuse an output that lies inside an input, or the other way round.
 
     Raises:
         UsageError: they overlap.
     """
-    ours = out.rstrip("/") + "/"
+    ours = _absolute(out) + "/"
     for given in inputs:
-        theirs = (given or "").rstrip("/") + "/"
+        theirs = _absolute(given or "") + "/"
         if given and (ours.startswith(theirs) or theirs.startswith(ours)):
-            raise UsageError(f"--out {out}: overlaps the input {given}; choose another folder")
+            raise UsageError(f"{flag} {out}: overlaps the input {given}; choose another folder")
+
+
+def _absolute(url: str) -> str:
+    return url.rstrip("/") if "://" in url else os.path.realpath(url)
 
 
 def require_same_tokenizer(policy: Policy, digest: str, where: str) -> None:

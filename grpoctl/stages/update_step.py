@@ -140,7 +140,8 @@ class Step:
         sums.policy_numerator += float(numerator.detach())
         with torch.no_grad():
             _collect(sums, batch, result, _Extras(kl, weights, entropy))
-            bad = ~torch.isfinite(torch.where(batch.mask, result.loss, 0.0)).all(dim=-1)
+            terms = result.loss if kl is None else result.loss + config.kl_coef * kl
+            bad = ~torch.isfinite(torch.where(batch.mask, terms, 0.0)).all(dim=-1)
             sums.nonfinite_rows += [members[i] for i in bad.nonzero()[:, 0].tolist()]
             if self.settings.keep_tokens:
                 _keep(sums, batch, logprobs, result, kl)
@@ -158,10 +159,11 @@ class _Extras:
 def _kl(logprobs: Tensor, batch: _Batch, config: UpdateConfig) -> Tensor | None:
     if batch.reference is None:
         return None
-    kl = token_kl(logprobs, batch.reference, estimator=config.kl_estimator)
+    kl = token_kl(logprobs, batch.reference, estimator=config.kl_estimator, mask=batch.mask)
     if not config.kl_times_ratio:
         return kl
-    return kl * torch.exp((logprobs - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    log_ratio = torch.where(batch.mask, logprobs - batch.old, 0.0)
+    return kl * torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _loss_settings(config: UpdateConfig) -> LossSettings:

@@ -81,7 +81,8 @@ def test_the_loss_is_minus_the_log_probability_that_the_chosen_wins() -> None:
 def test_only_the_difference_of_rewards_counts(chosen: float, rejected: float, shift: float) -> None:
     both = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
     loss = bradley_terry_loss(both[0], both[1])
-    assert float(bradley_terry_loss(both[0] + shift, both[1] + shift)) == pytest.approx(float(loss), abs=1e-9)
+    shifted = bradley_terry_loss(both[0] + shift, both[1] + shift)
+    assert float(shifted.detach()) == pytest.approx(float(loss.detach()), abs=1e-9)
     loss.backward()
     assert both.grad is not None
     assert float(both.grad.sum()) == pytest.approx(0.0, abs=1e-12)
