@@ -140,7 +140,8 @@ def _table(blob: bytes, place: Location) -> pa.Table:
         row = blob[: error.start].count(b"\n")
         raise InputRefused(f"{place.url}: row {row} is not UTF-8; re-encode the file") from error
     except (pa.ArrowInvalid, OSError) as error:
-        raise InputRefused(f"{place.url}: can't be read as a table ({str(error).splitlines()[0]})") from error
+        hint = "; re-encode the file" if "UTF" in str(error) else ""
+        raise InputRefused(f"{place.url}: can't be read as a table ({str(error).splitlines()[0]}){hint}") from error
     return table
 
 
@@ -227,6 +228,8 @@ def _check_messages(value: Any, where: str, allow_empty: bool) -> None:
         for key in ("role", "content"):
             if not isinstance(turn.get(key), str):
                 raise InputRefused(f"{where}[{number}].{key}: found {turn.get(key)!r}, expected text")
+            if any("\ud800" <= character <= "\udfff" for character in turn[key]):
+                raise InputRefused(f"{where}[{number}].{key}: half a surrogate pair is no text; re-encode the file")
     if value[-1]["role"] == "assistant":
         raise InputRefused(f"{where}[{len(value) - 1}].role: the last turn is the assistant's, expected the user's")
     if not allow_empty and not any(turn["content"].strip() for turn in value):

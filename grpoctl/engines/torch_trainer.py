@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -75,7 +78,8 @@ class TorchTrainer:
             tensors[f"exp_avg.{name}"] = state["exp_avg"].contiguous()
             tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"].contiguous()
             steps[name] = int(state["step"])
-        save_file(tensors, str(folder / STATE_FILE), metadata={"steps": json.dumps(steps, sort_keys=True)})
+        with _disk_errors():
+            save_file(tensors, str(folder / STATE_FILE), metadata={"steps": json.dumps(steps, sort_keys=True)})
         (folder / STATE_FILE).chmod(0o644)
 
     def load_state(self, folder: Path) -> None:
@@ -105,9 +109,20 @@ class TorchTrainer:
     def export(self, folder: Path) -> None:
         """Write the float32 weights as safetensors, under the names of the policy that was loaded; tied stay tied."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.policy.module.save_pretrained(folder, safe_serialization=True)
+        with _disk_errors():
+            self.policy.module.save_pretrained(folder, safe_serialization=True)
         for path in folder.iterdir():
             if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
                 path.chmod(0o644)
             else:
                 path.unlink()  # config, tokenizer and template are carried from the parent unchanged
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise the OSError that safetensors wraps in an error of its own."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+        raise OSError(code, str(error)) from error

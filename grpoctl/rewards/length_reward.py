@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from grpoctl.algorithms.overlong import overlong_penalty
 from grpoctl.errors import UsageError
 from grpoctl.rewards.options import require_positive_int
 from grpoctl.rewards.sample import RewardSample
@@ -27,26 +28,19 @@ def length(*, target: int) -> Callable[[RewardSample], float]:
 
 
 def overlong(*, max_tokens: int, buffer_tokens: int) -> Callable[[RewardSample], float]:
-    """Return DAPO's soft overlong punishment: 0 up to the buffer, falling linearly to −1 at its end, −1 beyond.
-
-    `0 if n ≤ L_max − L_cache; ((L_max − L_cache) − n) / L_cache if n ≤ L_max; −1 otherwise`
+    """Return DAPO's soft overlong punishment, `algorithms.overlong.overlong_penalty`.
 
     Args:
         max_tokens: L_max, where the punishment is full.
         buffer_tokens: L_cache, the number of tokens before L_max over which it grows.
-
-    Source: DAPO (arXiv:2503.14476), equation 13.
     """
     require_positive_int("overlong", "max_tokens", max_tokens)
     require_positive_int("overlong", "buffer_tokens", buffer_tokens)
     if buffer_tokens > max_tokens:
         raise UsageError(f"reward overlong: buffer_tokens {buffer_tokens} is above max_tokens {max_tokens}; lower it")
-    free = max_tokens - buffer_tokens
 
     def reward(sample: RewardSample) -> float:
         num_tokens = len(sample.completion_ids)
-        if num_tokens <= free:
-            return 0.0
-        return (free - num_tokens) / buffer_tokens if num_tokens <= max_tokens else -1.0
+        return overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
 
     return reward

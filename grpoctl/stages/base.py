@@ -20,6 +20,7 @@ from grpoctl.config import RuntimeConfig
 from grpoctl.errors import InputRefused, Interrupted, TryAgain, UsageError
 from grpoctl.policies import Policy
 from grpoctl.reward_models import RewardModelFolder
+from grpoctl.storage import check_writable, locate
 
 log = logging.getLogger("grpoctl")
 Item = TypeVar("Item")

@@ -18,7 +18,7 @@ from grpoctl.preferences import Pair, PreferenceSet, Text, load_preferences
 from grpoctl.reward_models import is_reward_model
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context, StageResult, check_outside, memory_errors, set_threads
-from grpoctl.stages.reward_model_write import STAGE, facts_of, trained_already, written
+from grpoctl.stages.reward_model_write import STAGE, facts_of, scratch_folder, trained_already, written
 
 log = logging.getLogger("grpoctl")
 CURVE_POINTS: Final = 20
@@ -66,10 +66,12 @@ def run(job: RewardModelJob, context: Context) -> StageResult:
         planned = {"fingerprint": sha256_json(definition), "num_steps": _num_steps(job, split), **facts}
         return StageResult(stage=STAGE, out=job.out, state="planned", artifact=None, facts=planned)
     set_threads(job.runtime)
-    with memory_errors("training the reward model", "runtime.micro_batch_tokens"):
-        model = _fresh(job, base, tokenizer)
-        stats = _trained(job, context, model, preferences.digest, split)
-    record = written(job.out, base, model, definition, {**facts, **stats, "template": preferences.format})
+    with scratch_folder(job.out) as scratch:
+        with memory_errors("training the reward model", "runtime.micro_batch_tokens"):
+            model = _fresh(job, base, tokenizer)
+            stats = _trained(job, context, model, preferences.digest, split)
+        numbers = {**facts, **stats, "template": preferences.format}
+        record = written(job, base, model, definition, numbers, scratch=scratch)
     return StageResult(stage=STAGE, out=job.out, state="done", artifact=None, facts=facts_of(record))
 
 

@@ -6,17 +6,28 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from grpoctl.artifacts import conflict
-from grpoctl.errors import Conflict
+from grpoctl.config import RewardModelJob
+from grpoctl.errors import Conflict, InputRefused, TryAgain
 from grpoctl.policies import Policy, policy_files, tokenizer_digest, weights_digest
 from grpoctl.reward_models import REWARD_MODEL_RECORD, RewardModelRecord, parsed_record
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import StageResult, environment
-from grpoctl.storage import create_exclusively, list_names, locate, put_file, read_bytes, read_if_there
+from grpoctl.storage import (
+    create_exclusively,
+    exists,
+    list_names,
+    locate,
+    put_file,
+    read_bytes,
+    read_if_there,
+    storage_errors,
+)
 
 STAGE: Final = "reward-model train"
 
@@ -35,6 +46,8 @@ def trained_already(out: str, definition: Mapping[str, Any]) -> StageResult | No
             raise conflict(out, record.definition, definition)
         return StageResult(stage=STAGE, out=out, state="already_done", artifact=None, facts=facts_of(record))
     names = list_names(location)
+    if not names and exists(location) and not location.filesystem.isdir(location.path):
+        raise Conflict(f"{out}: is a file; choose another --out")
     if names:
         raise Conflict(
             f"{out}: holds {names[0]} but no {REWARD_MODEL_RECORD} (unfinished, or something else); choose another "
@@ -55,40 +68,61 @@ def facts_of(record: RewardModelRecord) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def scratch_folder(out: str) -> Generator[Path, None, None]:
+    """Make a folder to write in, beside the output where that is on this disk; it is gone afterwards.
+
+    Raises:
+        InputRefused: nothing may be written there.
+        TryAgain: the disk is full.
+    """
+    location = locate(out)
+    beside = Path(location.path).parent if location.is_local else None
+    if beside is not None and beside.exists() and not beside.is_dir():
+        raise InputRefused(f"{out}: {beside} is a file, expected a folder; choose another --out")
+    with storage_errors(location):
+        if beside is not None:
+            beside.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".tmp-reward-model-", dir=beside))
+        scratch.chmod(0o755)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def written(
-    out: str, base: Policy, model: Any, definition: Mapping[str, Any], stats: Mapping[str, Any]
+    job: RewardModelJob,
+    base: Policy,
+    model: Any,
+    definition: Mapping[str, Any],
+    stats: Mapping[str, Any],
+    *,
+    scratch: Path,
 ) -> RewardModelRecord:
-    """Complete the folder beside its place, then move it there; the record is its last file.
+    """Complete the folder in `scratch`, then move it to its place; the record is its last file.
 
     Raises:
         Conflict: something else was put there meanwhile.
     """
     from grpoctl.engines.value_head import save_reward_model
 
-    location = locate(out)
-    beside = Path(location.path).parent if location.is_local else None
-    if beside is not None:
-        beside.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".tmp-reward-model-", dir=beside))
-    try:
-        scratch.chmod(0o755)
+    with storage_errors(locate(job.out)):
         save_reward_model(model, scratch)
         _carry(base.folder, scratch, type(model.backbone).__name__)
-        own = ("held_out_accuracy", "num_pairs", "num_held_out", "template")
-        record = RewardModelRecord(
-            base_weights_digest=base.weights_digest,
-            weights_digest=weights_digest(scratch),
-            tokenizer_digest=tokenizer_digest(scratch),
-            fingerprint=sha256_json(definition),
-            definition=dict(definition),
-            stats={name: value for name, value in stats.items() if name not in own},
-            environment=environment(),
-            **{name: stats[name] for name in own},
-        )
-        (scratch / REWARD_MODEL_RECORD).write_text(record.model_dump_json(indent=1))
-        _moved(scratch, out, definition)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    own = ("held_out_accuracy", "num_pairs", "num_held_out", "template")
+    record = RewardModelRecord(
+        base_weights_digest=base.weights_digest,
+        weights_digest=weights_digest(scratch),
+        tokenizer_digest=tokenizer_digest(scratch),
+        fingerprint=sha256_json(definition),
+        definition=dict(definition),
+        stats={name: value for name, value in stats.items() if name not in own},
+        environment=environment(),
+        **{name: stats[name] for name in own},
+    )
+    (scratch / REWARD_MODEL_RECORD).write_text(record.model_dump_json(indent=1))
+    _moved(scratch, job.out, definition)
     return record
 
 
@@ -107,8 +141,9 @@ def _moved(scratch: Path, out: str, definition: Mapping[str, Any]) -> None:
     location = locate(out)
     if location.is_local:
         try:
-            os.rename(scratch, location.path)
-        except OSError:
+            with storage_errors(location):
+                os.rename(scratch, location.path)
+        except TryAgain:  # another process was there first: with this very model, or Conflict
             if trained_already(out, definition) is None:
                 raise
         return

@@ -14,8 +14,18 @@ from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
 from grpoctl.policies import POINTER, POLICY_RECORD, open_policy, tensor_digests
 from grpoctl.schema.manifest import PolicyRecord
-from grpoctl.stages.base import Context, StageResult, set_threads
-from grpoctl.storage import Location, create_exclusively, locate, put_file, read_bytes, read_if_there, write_bytes
+from grpoctl.stages.base import Context, StageResult, check_outside, set_threads
+from grpoctl.storage import (
+    Location,
+    check_writable,
+    create_exclusively,
+    locate,
+    put_file,
+    read_bytes,
+    read_if_there,
+    storage_errors,
+    write_bytes,
+)
 
 
 def version_name(version: int) -> str:
@@ -37,6 +47,7 @@ def run(job: SyncJob, context: Context) -> StageResult:
         return _roll_back(job, target, job.rollback)
     if job.update is None:
         raise UsageError("name the update artifact with --update, or a version with --rollback")
+    check_outside(job.to, job.update, flag="--to")
     update = open_artifact(job.update, table="steps")
     identity = update.manifest.policy
     assert identity is not None
@@ -44,11 +55,14 @@ def run(job: SyncJob, context: Context) -> StageResult:
     facts: dict[str, Any] = {"version": identity.version, "weights_digest": identity.weights_digest}
     if _is_current(target, name, identity.weights_digest):
         return StageResult(stage="sync", out=f"{job.to}/{name}", state="already_done", artifact=None, facts=facts)
+    check_writable(target)
     if context.dry_run:
         return StageResult(stage="sync", out=f"{job.to}/{name}", state="planned", artifact=None, facts=facts)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=_scratch(target), prefix=".tmp-sync-") as scratch:
-        folder = update.fetch_files("policy", Path(scratch) / "policy")
+    with storage_errors(target):
+        scratch = tempfile.TemporaryDirectory(dir=_scratch(target), prefix=".tmp-sync-")
+    with scratch:
+        folder = update.fetch_files("policy", Path(scratch.name) / "policy")
         num_tensors = _compare_with_parent(update, folder)
         gap = _probe_gap(job, context, update, folder)
         _publish(folder, target.child(name))

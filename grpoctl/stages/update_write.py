@@ -22,7 +22,7 @@ from grpoctl.stages.base import environment
 from grpoctl.stages.probe import probe_logprobs
 from grpoctl.stages.update_batches import TrainingRows
 from grpoctl.stages.update_report import summary
-from grpoctl.storage import locate
+from grpoctl.storage import locate, storage_errors
 
 STATE = "trainer_state"
 PROBE_FILE = "probe.json"
@@ -87,7 +87,10 @@ def write_update(
             "lower update.lr or set update.max_ratio"
         )
     writer = ArtifactWriter(url=job.out, work=work)
-    with tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch:
+    with (
+        storage_errors(locate(job.out)),
+        tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch,
+    ):
         folder = Path(scratch)
         digest = _export(folder / "policy", trained.trainer, inputs, work.fingerprint)
         trained.trainer.save_state(folder / STATE)
