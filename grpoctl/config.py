@@ -74,8 +74,8 @@ class PromptsConfig(Section):
 class RolloutConfig(Section):
     """Sampling: how many completions, from which distribution."""
 
-    engine: Annotated[Literal["hf"], Flag("--engine")] = "hf"
-    """Sampler: `hf` is transformers' generate."""
+    engine: Annotated[Literal["hf", "vllm"], Flag("--engine")] = "hf"
+    """Sampler: `hf` is transformers' generate, `vllm` runs in the stage's own process."""
     group_size: Annotated[int, Field(ge=1), Flag("--group-size")] = 8
     """G, completions sampled for each prompt."""
     prompts_per_iteration: Annotated[int | None, Field(ge=1), Flag("--prompts-per-iteration")] = None
@@ -336,6 +336,16 @@ class RuntimeConfig(Section):
     micro_batch_tokens: Annotated[int, Field(ge=1), Flag("--micro-batch-tokens")] = 16384
     """Tokens, padding included, of one forward of the training framework or a reward model; a longer single row still
     runs alone."""
+    tensor_parallel_size: Positive = 1
+    """vllm: GPUs that share one copy of the model."""
+    memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """vllm: share of a GPU's memory for weights and key-value cache."""
+    cpu_cache_gib: Positive = 1
+    """vllm on a CPU: key-value cache, GiB."""
+    enforce_eager: bool = False
+    """vllm: no compilation and no CUDA graphs; slower, but starts at once."""
+    python: dict[str, str] = Field(default_factory=dict)
+    """`run`: interpreter for a stage that needs an environment of its own, as {rollout: .venv-vllm/bin/python}."""
     reward_workers: Positive = 1
     """Processes that call reward functions."""
     keep_states: Annotated[int | None, Field(ge=1)] = 2

@@ -24,6 +24,8 @@ from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord
 from grpoctl.storage import Location, exists, get_file, list_names, locate, read_if_there
 
 POLICY_RECORD: Final = "grpoctl_policy.json"
+PROBE_RECORD: Final = "grpoctl_probe.json"
+"""A few completions with their log-probabilities under this policy at temperature 1, written by the update that made it."""
 POINTER: Final = "CURRENT"
 BUILTIN: Final = Path(__file__).parent / "builtin"
 HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
@@ -185,7 +187,7 @@ def policy_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_weights(path: Path) -> bool:
-    return path.name in {POLICY_RECORD, MANIFEST_NAME} or path.name.endswith(".safetensors.index.json")
+    return path.name in {POLICY_RECORD, PROBE_RECORD, MANIFEST_NAME} or path.name.endswith(".safetensors.index.json")
 
 
 def weights_digest(folder: Path) -> str:

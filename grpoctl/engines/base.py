@@ -64,6 +64,25 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """How a vLLM engine is made.
+
+    Args:
+        dtype: of weights and activations, `float32` or `bfloat16`
+        tensor_parallel_size: GPUs that share one copy of the model
+        memory_fraction: of a GPU's memory, for weights and cache together
+        cpu_cache_gib: key-value cache on a CPU, GiB
+        enforce_eager: no compilation and no CUDA graphs: slower, but starts at once
+    """
+
+    dtype: str
+    tensor_parallel_size: int
+    memory_fraction: float
+    cpu_cache_gib: int
+    enforce_eager: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A prompt and some of its completions: one row of a packed forward.
 

@@ -120,6 +120,7 @@ class Context:
     models: OrderedDict[tuple[str, str, str], Any] = field(default_factory=OrderedDict)
     reward_models: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
+    samplers: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
 
     def tell_once(self, message: str) -> None:

@@ -12,7 +12,7 @@ from grpoctl.artifacts import Artifact, open_artifact
 from grpoctl.config import SyncJob
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
-from grpoctl.policies import POINTER, POLICY_RECORD, open_policy, tensor_digests
+from grpoctl.policies import POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
 from grpoctl.schema.manifest import PolicyRecord
 from grpoctl.stages.base import Context, StageResult, check_outside, set_threads
 from grpoctl.storage import (
@@ -112,10 +112,10 @@ def _compare_with_parent(update: Artifact, folder: Path) -> int:
 def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -> float | None:
     """Load the folder afresh and compare its log-probabilities on the stored rows with the update engine's."""
     from grpoctl.engines.hf_model import load_policy
-    from grpoctl.stages.probe import probe_logprobs
+    from grpoctl.stages.probe import largest_gap, probe_logprobs
 
     set_threads(job.runtime)
-    probe = json.loads(read_bytes(update.location.child("probe.json")))
+    probe = json.loads((folder / PROBE_RECORD).read_bytes())
     if not probe["sample_ids"]:
         return None
     model = load_policy(
@@ -125,12 +125,8 @@ def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -
         device=job.runtime.device,
         dtype=str(update.manifest.config["update"]["dtype"]),
     )
-    found = probe_logprobs(model, probe["prompt_ids"], probe["completion_ids"], temperature=probe["temperature"])
-    gap = max(
-        abs(ours - theirs)
-        for row, expected in zip(found, probe["logprobs"], strict=True)
-        for ours, theirs in zip(row, expected, strict=True)
-    )
+    found = probe_logprobs(model, probe["prompt_ids"], probe["completion_ids"])
+    gap = largest_gap(found, probe["logprobs"])
     if not gap <= job.sync.max_probe_gap:
         raise GateFailed(
             f"{update.url}: the reloaded policy's log-probabilities differ by {gap:.3g} nats from the update engine's, limit "

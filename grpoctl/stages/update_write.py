@@ -15,7 +15,7 @@ import pyarrow as pa
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, parquet_bytes
 from grpoctl.config import UpdateJob
 from grpoctl.errors import GateFailed
-from grpoctl.policies import POLICY_RECORD, Policy, policy_files, weights_digest
+from grpoctl.policies import POLICY_RECORD, PROBE_RECORD, Policy, policy_files, weights_digest
 from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord, RowAccounting
 from grpoctl.schema.tables import STEPS, TOKEN_STATS
 from grpoctl.stages.base import environment
@@ -25,7 +25,6 @@ from grpoctl.stages.update_report import summary
 from grpoctl.storage import locate, storage_errors
 
 STATE = "trainer_state"
-PROBE_FILE = "probe.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ def write_update(
             f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
         )
     started = time.monotonic()
-    probe = _probe(job, data, trained.trainer, inputs)
+    probe = _probe(job, data, trained.trainer)
     if not all(math.isfinite(value) for row in probe["logprobs"] for value in row):
         raise GateFailed(
             f"{job.out}: the new policy's log-probabilities are not finite after {len(steps)} steps; nothing committed: "
@@ -94,7 +93,7 @@ def write_update(
         folder = Path(scratch)
         digest = _export(folder / "policy", trained.trainer, inputs, work.fingerprint)
         trained.trainer.save_state(folder / STATE)
-        (folder / PROBE_FILE).write_text(json.dumps(probe))
+        (folder / "policy" / PROBE_RECORD).write_text(json.dumps(probe))
         if trained.tokens:
             (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, trained.tokens), TOKEN_STATS))
         for path in sorted(folder.rglob("*")):
@@ -157,19 +156,16 @@ def _export(folder: Path, trainer: Any, inputs: UpdateInputs, fingerprint: str) 
     return digest
 
 
-def _probe(job: UpdateJob, data: TrainingRows, trainer: Any, inputs: UpdateInputs) -> dict[str, Any]:
-    """Return a few completions with their log-probabilities under the new policy."""
-    assert inputs.rollouts.manifest.sampling is not None
-    temperature = inputs.rollouts.manifest.sampling.temperature
+def _probe(job: UpdateJob, data: TrainingRows, trainer: Any) -> dict[str, Any]:
+    """Return a few completions with their log-probabilities under the new policy, at temperature 1."""
     rows = data.trainable[: job.update.num_probe_rows]
     prompts = [data.rows.prompt_ids[row].tolist() for row in rows]
     completions = [data.rows.completion_ids[row].tolist() for row in rows]
     return {
-        "temperature": temperature,
         "sample_ids": [data.rows.sample_ids[row] for row in rows],
         "prompt_ids": prompts,
         "completion_ids": completions,
-        "logprobs": probe_logprobs(trainer.policy, prompts, completions, temperature=temperature),
+        "logprobs": probe_logprobs(trainer.policy, prompts, completions),
     }
 
 
