@@ -168,9 +168,9 @@ def _check_version(raw: Any, where: str) -> None:
     known = TABLES[table].version if table in TABLES else 0
     if not isinstance(version, int) or version > known or document != MANIFEST_SCHEMA:
         raise InputRefused(
-            f"{where}: table {table!r} version {version} in manifest version {document}, written by grpoctl "
-            f"{raw.get('grpoctl_version', '?')}; this is grpoctl {__version__}, which reads up to version {known} in "
-            f"manifest version {MANIFEST_SCHEMA}: upgrade it"
+            f"{where}: table {table!r} version {version}, written by grpoctl {raw.get('grpoctl_version', '?')} in manifest "
+            f"version {document}; this is grpoctl {__version__}, which reads up to version {known} in manifest version "
+            f"{MANIFEST_SCHEMA}: upgrade it"
         )
 
 

@@ -114,14 +114,28 @@ def test_a_stopped_stage_says_so_in_json(empty: Path) -> None:
     assert outcome.record["exit_code"] == 143
 
 
-SLEEPY = "import time\ndef sleepy(completion):\n    time.sleep(3)\n    return float(len(completion))\n"
+SLEEPY = """
+import os, pathlib, time
+def sleepy(completion):
+    pathlib.Path({started!r}).write_text(str(os.getpid()))
+    time.sleep(5)
+    return float(len(completion))
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_second_signal_stops_at_once(work: Path) -> None:
-    """The reward takes 48 s for the only shard; the first signal lets it go on, the second doesn't."""
-    Path("reward.py").write_text(SLEEPY)
+    """The reward takes 80 s for the only shard; the first signal lets it go on, the second doesn't."""
+    started = work / "started"
+    Path("reward.py").write_text(SLEEPY.format(started=str(started)))
     process = start("score", "--reward", "reward.py:sleepy", "--out", "new")
-    wait_for(Path("new/_logs/rewards.log"), process)
+    wait_for(started, process)
     process.send_signal(signal.SIGTERM)
     assert "stopping after the current shard" in process.stderr.readline()
     assert process.poll() is None
@@ -130,6 +144,7 @@ def test_a_second_signal_stops_at_once(work: Path) -> None:
     assert outcome.code == 143, outcome.err
     assert "stopped at once" in outcome.err
     assert not is_committed("new")
+    assert not is_running(int(started.read_text()))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -171,7 +171,7 @@ def test_a_damaged_part_is_refused_with_file_and_manifest(root: str, damage: str
         place.filesystem.rm(place.path)
     else:
         write_bytes(place, {"flip": bytes(data), "truncate": bytes(data[:-9]), "empty": b""}[damage])
-    with pytest.raises(InputRefused, match=r"part-00000-.*_MANIFEST.json.*rerun the stage"):
+    with pytest.raises(InputRefused, match=r"part-00000-.*_MANIFEST.json.*rerun its stage"):
         open_artifact(root, table="logprobs").read()
 
 

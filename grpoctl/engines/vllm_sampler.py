@@ -46,7 +46,9 @@ class VllmSampler:
             "disable_log_stats": True,
         }
         if cpu:
-            options["enable_chunked_prefill"] = False  # with per-request seeds it kills the CPU engine ("does not use offset")
+            options["enable_chunked_prefill"] = (
+                False  # with per-request seeds it kills the CPU engine ("does not use offset")
+            )
         else:
             options["gpu_memory_utilization"] = settings.memory_fraction
         try:
@@ -86,9 +88,39 @@ class VllmSampler:
         drawn = {i: _sample(output.outputs[0]) for i, output in zip(order, outputs, strict=True)}
         return [drawn[i] for i in range(len(requests))]
 
+    def reload(self, folder: Path) -> None:
+        """Load other weights of the same architecture; whether they took is for `prompt_logprobs` to tell."""
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        if _on_cpu():
+            self._engine.collective_rpc(_repack_head)
+        self._engine.reset_prefix_cache()
+
+    def prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Return the log-probabilities of given completions at temperature 1: what the loaded weights really say."""
+        from vllm import SamplingParams, TokensPrompt
+
+        texts = [TokensPrompt(prompt_token_ids=[*p, *c]) for p, c in zip(prompts, completions, strict=True)]
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        outputs = self._engine.generate(texts, params, use_tqdm=False)
+        return [
+            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[len(prompt) :], ids, strict=True)]
+            for output, prompt, ids in zip(outputs, prompts, completions, strict=True)
+        ]
+
     def close(self) -> None:
         """Free the engine's memory."""
+        import gc
+
         del self._engine
+        gc.collect()
+
+
+def _repack_head(worker: Any) -> None:
+    """Pack the output embedding anew: on a CPU vLLM keeps a packed copy that a reload of tied weights leaves old."""
+    head = worker.get_model().lm_head
+    head.quant_method.process_weights_after_loading(head)
 
 
 def _environment(settings: VllmSettings) -> None:
@@ -118,6 +150,4 @@ def _sample(output: Any) -> Sample:
     reason = FINISH.get(str(output.finish_reason), "error")
     if reason in ("abort", "error"):
         error = error or f"vLLM ended the request with {output.finish_reason!r}"
-    return Sample(
-        completion_ids=ids, logprobs=np.asarray(values, dtype=np.float32), finish_reason=reason, error=error
-    )
+    return Sample(completion_ids=ids, logprobs=np.asarray(values, dtype=np.float32), finish_reason=reason, error=error)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from grpoctl.config import Flag, Gate, PipelineConfig, Section
+from grpoctl.config import Flag, Gate, PipelineConfig, RewardModelConfig, Section
 from grpoctl.schema.manifest import Manifest, PolicyRecord, Shard
 from grpoctl.schema.tables import TABLES
 
@@ -62,6 +62,8 @@ def settings_page() -> str:
                 from grpoctl.config import RewardConfig
 
                 lines += ["", "### score.rewards[]", "", *_table(RewardConfig.model_fields, "")]
+    lines += ["", "## reward_model", "", f"`grpoctl reward-model train`: {(RewardModelConfig.__doc__ or '').strip()}", ""]
+    lines += _table(RewardModelConfig.model_fields, "reward_model.")
     return "\n".join(lines) + "\n"
 
 

@@ -33,6 +33,7 @@ from grpoctl.stages.base import (
     memory_errors,
     planned,
 )
+from grpoctl.stages.samplers import sampler_for
 
 log = logging.getLogger("grpoctl")
 TRUNCATED_WARN = 0.5
@@ -199,7 +200,7 @@ def _sample_shards(
     plan, skipped = planned_prompts
     writer = ArtifactWriter(url=job.out, work=work)
     todo = writer.missing_shards(context.selected(work.num_shards))
-    sampler = _sampler(job, context, policy) if todo else None
+    sampler = sampler_for(job, context, policy) if todo else None
     started = time.monotonic()
     for index in context.follow(todo, "rollout"):
         assert sampler is not None
@@ -225,16 +226,6 @@ def _sample_shards(
         environment=environment(),
     )
     return finished(writer, artifact)
-
-
-def _sampler(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
-    from grpoctl.engines.hf_sampler import HfSampler
-
-    return HfSampler(
-        context.model(policy, dtype=job.rollout.dtype, runtime=job.runtime),
-        load_tokenizer(policy.folder, policy.ref),
-        batch_size=job.runtime.rollout_batch_size,
-    )
 
 
 def _settings(job: RolloutJob) -> SamplingSettings:

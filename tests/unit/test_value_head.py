@@ -13,7 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    Qwen2ForSequenceClassification,
+)
 
 from grpoctl.algorithms.preference import bradley_terry_loss
 from grpoctl.engines.base import OptimizerSettings
@@ -210,6 +218,59 @@ def test_the_output_embedding_that_a_published_model_kept_is_no_head(published: 
     expected = load(published).score(rows([12]), budget=99)
     rewrite(published, lambda tensors: tensors.update({"lm_head.weight": torch.ones(320, 96)}))
     np.testing.assert_array_equal(load(published).score(rows([12]), budget=99), expected)
+
+
+def test_learned_positions_and_untied_embeddings_work_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    size = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for config in (
+        GPT2Config(**size, n_positions=50),
+        LlamaConfig(**size, intermediate_size=64, num_key_value_heads=1),
+    ):
+        language_model = AutoModelForCausalLM.from_config(config)
+        language_model.save_pretrained(tmp_path / config.model_type)
+        model = new_reward_model(
+            tmp_path / config.model_type, ref="m", device="cpu", dtype="float32", seed=1, context_tokens=50
+        )
+        batch = rows([50, 1, 49, 13])
+        expected = [by_hand(model, ids) for ids in batch]
+        np.testing.assert_allclose(model.score(batch, budget=120), expected, rtol=0, atol=1e-5)
+        save_reward_model(model, tmp_path / "rm")
+        shutil.copy(tmp_path / config.model_type / "config.json", tmp_path / "rm")
+        again = load(tmp_path / "rm", context_tokens=50)
+        np.testing.assert_array_equal(again.score(batch, budget=120), model.score(batch, budget=120))
+        shutil.rmtree(tmp_path / "rm")
+
+
+def test_an_encoder_s_classifier_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_labels=1
+    )
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(InputRefused, match="BertForSequenceClassification has no plain linear head on the last token"):
+        load(tmp_path)
+
+
+def test_an_architecture_that_computes_more_than_the_head_is_refused(published: Path, monkeypatch) -> None:
+    forward = Qwen2ForSequenceClassification.forward
+
+    def capped(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits.tanh() * 0.01
+        return output
+
+    monkeypatch.setattr(Qwen2ForSequenceClassification, "forward", capped)
+    with pytest.raises(InputRefused, match=r"its architecture scores a probe .* models that compute more than that"):
+        load(published)
+
+
+def test_bfloat16_stays_close_and_the_head_float32(saved: Path) -> None:
+    batch = rows([5, 80, 33])
+    rounded = load_reward_model(saved, ref="rm", device="cpu", dtype="bfloat16", context_tokens=CONTEXT)
+    found, exact = rounded.score(batch, budget=999), load(saved).score(batch, budget=999)
+    assert rounded.head.dtype == torch.float32
+    assert not np.array_equal(found, exact)
+    np.testing.assert_allclose(found, exact, rtol=0.1, atol=0.1)
 
 
 def test_a_classifier_is_no_reward_model(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""The sampler of a rollout job: made, or kept warm from an earlier job and proven to hold the right weights.
+
+A warm engine is given new weights in place. Engines have been seen to keep old ones without a word (a prepacked output
+embedding, a prefix cache), so after every load the policy's probe is asked: a few completions whose log-probabilities the
+update that made the policy has stored in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Final
+
+from grpoctl.config import RolloutJob
+from grpoctl.engines.base import Sampler, VllmSettings
+from grpoctl.engines.tokenizer import load_tokenizer
+from grpoctl.errors import InputRefused
+from grpoctl.policies import PROBE_RECORD, Policy
+from grpoctl.schema.canonical import sha256_json
+from grpoctl.stages.base import Context, set_threads
+from grpoctl.stages.probe import largest_gap
+
+log = logging.getLogger("grpoctl")
+PROBE_LIMITS: Final = {"float32": 2e-3, "bfloat16": 0.5}
+"""Largest |Δ log-probability| on the probe, nats. Measured noise of vLLM against our float32 forward: 5e-5 and 0.3."""
+
+
+def sampler_for(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
+    """Return the job's sampler with the policy's weights in it.
+
+    Raises:
+        InputRefused: a freshly loaded engine doesn't answer like the policy.
+    """
+    if job.rollout.engine == "vllm":
+        return _vllm(job, context, policy)
+    from grpoctl.engines.hf_sampler import HfSampler
+
+    return HfSampler(
+        context.model(policy, dtype=job.rollout.dtype, runtime=job.runtime),
+        load_tokenizer(policy.folder, policy.ref),
+        batch_size=job.runtime.rollout_batch_size,
+    )
+
+
+def _vllm(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
+    from grpoctl.engines.vllm_sampler import VllmSampler
+
+    set_threads(job.runtime)
+    names = ("tensor_parallel_size", "memory_fraction", "cpu_cache_gib", "enforce_eager")
+    options: dict[str, Any] = {"dtype": job.rollout.dtype} | {name: getattr(job.runtime, name) for name in names}
+    key = sha256_json({"tokenizer": policy.tokenizer_digest, **options})
+    warm_digest, warm = context.samplers.pop(key, (None, None))
+    if warm is not None and (warm_digest == policy.weights_digest or _reloaded(warm, policy, job.rollout.dtype)):
+        context.samplers[key] = (policy.weights_digest, warm)
+        return warm
+    if warm is not None:
+        warm.close()
+    fresh = VllmSampler(policy.folder, load_tokenizer(policy.folder, policy.ref), VllmSettings(**options))
+    probe = _probe(policy)
+    if probe is not None:
+        gap = largest_gap(fresh.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"]), probe["logprobs"])
+        if not gap <= PROBE_LIMITS[job.rollout.dtype]:
+            raise InputRefused(
+                f"{policy.ref}: {fresh.name} answers its probe with a gap of {gap:.3g} nats, limit "
+                f"{PROBE_LIMITS[job.rollout.dtype]} for {job.rollout.dtype}; the engine doesn't compute this policy"
+            )
+    context.samplers[key] = (policy.weights_digest, fresh)
+    return fresh
+
+
+def _probe(policy: Policy) -> dict[str, Any] | None:
+    path = policy.folder / PROBE_RECORD
+    probe = json.loads(path.read_bytes()) if path.is_file() else None
+    return probe if probe and probe["logprobs"] else None
+
+
+def _reloaded(warm: Any, policy: Policy, dtype: str) -> bool:
+    """Give a warm engine the policy's weights; return whether it then answers like the policy, and not as before."""
+    probe = _probe(policy)
+    if probe is None:
+        return False
+    before = warm.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"])
+    warm.reload(policy.folder)
+    after = warm.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"])
+    gap = largest_gap(after, probe["logprobs"])
+    if after != before and gap <= PROBE_LIMITS[dtype]:
+        log.debug("%s: reloaded, probe gap %.3g nats", policy.ref, gap)
+        return True
+    log.warning(
+        "%s: the warm %s still answers with other weights after a reload (gap %.3g nats): starting a fresh engine",
+        policy.ref,
+        warm.name,
+        gap,
+    )
+    return False
