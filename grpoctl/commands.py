@@ -143,7 +143,7 @@ def _metavar(field: FieldInfo) -> str:
 
 def guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> None:
     """Run a command's body; an expected failure becomes a message on stderr, its exit code, and the JSON line."""
-    _set_up_logging(verbose=values.get("verbose", False))
+    set_up_logging(verbose=values.get("verbose", False))
     try:
         body(values)
     except GrpoctlError as error:
@@ -153,7 +153,8 @@ def guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> N
         raise typer.Exit(error.exit_code) from error
 
 
-def _set_up_logging(*, verbose: bool) -> None:
+def set_up_logging(*, verbose: bool) -> None:
+    """Send messages to stderr, those of chatty libraries only when they are errors."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in QUIET_LOGGERS:
@@ -257,7 +258,10 @@ def _run_pipeline(values: dict[str, Any]) -> None:
         _plan(values)
         return
     pipeline = _pipeline(values)
-    summary = pipeline.run()
+    try:
+        summary = pipeline.run()
+    finally:
+        pipeline.close()
     if not values["json"]:
         print()
         print(reward_curve(summary["metrics"]))

@@ -184,11 +184,24 @@ KlName = Literal[
 ]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: train these instead of the weights."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Annotated[float, Field(gt=0.0)] = 16.0
+    """The adapters' product is multiplied by alpha / rank."""
+    targets: Words = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter, by their last part."""
+    dropout: Literal[0] = 0
+    """Always 0: with dropout the first ratio isn't 1 and a rerun isn't the same."""
+
+
 class UpdateConfig(Section):
     """The optimizer steps over one artifact of rollouts."""
 
-    engine: Annotated[Literal["torch"], Flag("--engine")] = "torch"
-    """Training framework."""
+    engine: Annotated[Literal["torch", "deepspeed"], Flag("--engine")] = "torch"
+    """Training framework: `torch` is plain on one process and FSDP2 on several; `deepspeed` is ZeRO (runtime.deepspeed)."""
     loss: Annotated[LossName, Flag("--loss")] = "ppo_clip"
     """Policy loss."""
     clip_low: Annotated[float, Field(ge=0.0)] = 0.2
@@ -253,6 +266,8 @@ class UpdateConfig(Section):
     """Largest global gradient norm; null doesn't clip."""
     dtype: Dtype = "float32"
     """Floating-point type of the forward; master weights and optimizer are float32."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters."""
     max_staleness: Annotated[int, Field(ge=0), GATE] = 0
     """Versions that the rollouts' policy may lie behind the one being updated."""
     allow_truncated_sampling: Annotated[bool, GATE] = False
@@ -324,6 +339,17 @@ class RewardModelConfig(Section):
     """Floating-point type of the forward; weights and optimizer are float32."""
 
 
+class DeepSpeedConfig(Section):
+    """How DeepSpeed spreads the update over processes; changes memory and speed, and results by rounding only."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What is split over the processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lies in host memory: optimizer states (stage 1 and up), or weights too (stage 3)."""
+    config_file: str | None = None
+    """A ds_config.json with more of DeepSpeed's own settings; one that contradicts ours is refused by its key."""
+
+
 class RuntimeConfig(Section):
     """What never changes a result: devices, memory, speed."""
 
@@ -346,6 +372,13 @@ class RuntimeConfig(Section):
     """vllm: no compilation and no CUDA graphs; slower, but starts at once."""
     python: dict[str, str] = Field(default_factory=dict)
     """`run`: interpreter for a stage that needs an environment of its own, as {rollout: .venv-vllm/bin/python}."""
+    num_processes: Positive = 1
+    """Processes that `logprob` and `update` start on this machine, one a GPU; the model is sharded over them. Leave it at 1
+    under torchrun or the deepspeed launcher, which start the processes themselves."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again: less memory, a third more time."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """DeepSpeed's layout, for update.engine: deepspeed."""
     reward_workers: Positive = 1
     """Processes that call reward functions."""
     keep_states: Annotated[int | None, Field(ge=1)] = 2

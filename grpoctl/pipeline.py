@@ -80,6 +80,7 @@ class Pipeline:
     tell: Callable[[str], None] = log.info
     metrics: list[dict[str, Any]] = field(default_factory=list)
     first_version: int = 0
+    workers: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
         """Run every iteration that isn't finished; return the run's summary."""
@@ -154,10 +155,26 @@ class Pipeline:
                 continue
             self.context.stop.check()
             started = time.monotonic()
-            result = STAGES[stage](self._job(config, iteration, stage), self.context)
+            result = self._run_stage(stage, self._job(config, iteration, stage), config)
             worked = worked or result.state == "done"
             log.debug("iter-%06d %s: %s in %.2f s", iteration, stage, result.state, time.monotonic() - started)
         return worked
+
+    def _run_stage(self, stage: str, job: Section, config: PipelineConfig) -> StageResult:
+        """Run a stage in this process, or in the interpreter that runtime.python names for it."""
+        python = config.runtime.python.get(stage)
+        if python is None:
+            return STAGES[stage](job, self.context)
+        from grpoctl.stage_worker import StageWorker
+
+        if python not in self.workers:
+            self.workers[python] = StageWorker(python)
+        return self.workers[python].run(stage, job, self.context)
+
+    def close(self) -> None:
+        """End the interpreters that stages were run in."""
+        for worker in self.workers.values():
+            worker.close()
 
     def _job(self, config: PipelineConfig, iteration: int, stage: str) -> Section:
         """Return the job of one stage: the same record that its command would fill from flags."""

@@ -162,6 +162,8 @@ def _field(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
 
 
 def _is_text(annotation: Any) -> bool:
+    if typing.get_origin(annotation) in (dict, tuple, list):
+        return False
     options = typing.get_args(annotation) if typing.get_origin(annotation) is not typing.Literal else (annotation,)
     kinds = [option for option in (options or (annotation,)) if option is not type(None)]
     return all(kind is str or typing.get_origin(kind) is typing.Literal for kind in kinds)
