@@ -6,10 +6,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch at import, here and in the processes that tests start
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from addition import QUICKSTART, addition_prompts
+from pipeline_file import small_pipeline  # noqa: F401  (fixtures of the fault tests)
 from small_set import empty, small_set, work  # noqa: F401  (fixtures of the fault tests)
 
 from grpoctl.config import PipelineConfig
@@ -18,15 +19,6 @@ from grpoctl.settings import load_job
 from grpoctl.stages.base import Context
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[1]
-QUICKSTART = str(ROOT / "pipelines/quickstart.yaml")
-
-
-def addition_prompts(num_rows: int) -> pa.Table:
-    """Return message prompts with answers, as the built-in policy knows them."""
-    pairs = [(3 + 7 * i, 91 - 5 * i) for i in range(num_rows)]
-    prompts = [[{"role": "user", "content": f"What is {a % 100}+{b % 100}?"}] for a, b in pairs]
-    return pa.table({"prompt": prompts, "answer": [str(a % 100 + b % 100) for a, b in pairs]})
 
 
 @pytest.fixture

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
 from grpoctl.config import LogprobJob, defining
-from grpoctl.engines.base import FloatVector, chunks_by_tokens
+from grpoctl.engines.base import FloatVector
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
 from grpoctl.policies import Policy, open_policy
-from grpoctl.schema.manifest import RowAccounting, Shard
+from grpoctl.schema.manifest import RowAccounting, Sampling, Shard
 from grpoctl.schema.tables import LOGPROBS
 from grpoctl.stages.base import (
     Context,
@@ -29,9 +29,13 @@ from grpoctl.stages.base import (
     planned,
     require_same_tokenizer,
 )
+from grpoctl.stages.gap import gap_summary, gap_sums
+from grpoctl.stages.processes import needs_processes, run_in_processes
 from grpoctl.stages.rows import TOKEN_COLUMNS, TokenRows, token_rows
 
 log = logging.getLogger("grpoctl")
+GAP_LIMITS: Final = {True: (1e-4, 1e-3), False: (0.05, 0.15)}
+"""Mean gap that warns and that fails, nats: both sides float32 (measured: 5e-6), or one of them bfloat16 (0.03)."""
 
 
 def run(job: LogprobJob, context: Context) -> StageResult:
@@ -42,6 +46,23 @@ def run(job: LogprobJob, context: Context) -> StageResult:
         InputRefused: the policy isn't the one that sampled, or another tokenizer was used.
         GateFailed: rollout and recomputed log-probabilities differ by more than logprob.gap_limit on average.
     """
+    ranks = context.join(job.runtime)
+    with ranks.agreed():
+        prepared = _prepare(job, context)
+    if isinstance(prepared, StageResult):
+        return prepared
+    work, rollouts, policies = prepared
+    if needs_processes(job.runtime.num_processes, engine=job.logprob.engine):
+        return run_in_processes("logprob", job, context, work)
+    with ranks.lost_peers():
+        return _compute(job, context, work, rollouts, policies)
+
+
+Policies = tuple[Policy | None, Policy | None]
+
+
+def _prepare(job: LogprobJob, context: Context) -> StageResult | tuple[Work, Artifact, Policies]:
+    """Return what is to be computed, or the result where nothing is; every rank reads the same files."""
     if job.policy is None and job.reference is None:
         raise UsageError("nothing to compute: name --policy (old_logprobs), --reference (ref_logprobs) or both")
     check_outside(job.out, job.rollouts, job.policy, job.reference)
@@ -69,7 +90,7 @@ def run(job: LogprobJob, context: Context) -> StageResult:
         return done
     if context.dry_run:
         return planned(job.out, work, num_completions=rollouts.manifest.rows.input)
-    return _compute(job, context, work, rollouts, (policy, reference))
+    return work, rollouts, (policy, reference)
 
 
 def _check_identities(policy: Policy | None, reference: Policy | None, rollouts: Artifact) -> None:
@@ -90,38 +111,55 @@ def _compute(
     context: Context,
     work: Work,
     rollouts: Artifact,
-    policies: tuple[Policy | None, Policy | None],
+    policies: Policies,
 ) -> StageResult:
     policy, reference = policies
+    ranks = context.ranks
     writer = ArtifactWriter(url=job.out, work=work)
-    todo = writer.missing_shards(context.selected(work.num_shards))
+    todo = ranks.share(writer.missing_shards(context.selected(work.num_shards)))
     started = time.monotonic()
-    assert rollouts.manifest.sampling is not None
-    temperature = rollouts.manifest.sampling.temperature
+    sampling = rollouts.manifest.sampling
+    assert sampling is not None
+    temperature = sampling.temperature
     for index in context.follow(todo, "logprob"):
         shard = rollouts.read_shard(index, TOKEN_COLUMNS)
         some = policy or reference
         assert some is not None
-        rows = token_rows(shard, rollouts, vocab_size=load_tokenizer(some.folder, some.ref).vocab_size)
+        tokenizer = load_tokenizer(some.folder, some.ref)
+        rows = token_rows(shard, rollouts, vocab_size=tokenizer.vocab_size)
         old = entropy = ref = None
         if policy is not None:
             old, entropy = row_logprobs(rows, policy, job, context, temperature, with_entropy=job.logprob.entropy)
         if reference is not None:
             same = policy is not None and reference.weights_digest == policy.weights_digest
             ref = old if same else row_logprobs(rows, reference, job, context, temperature)[0]
-        table = _table(rows, old, ref, entropy)
-        writer.write_shard(index, table, counts={"ok": len(rows.sample_ids)}, stats=_gap(rows, old))
-    artifact = writer.commit(
+        with ranks.agreed():
+            gap = None if old is None else gap_sums(rows, old, tokenizer)
+            if ranks.is_first:
+                table = _table(rows, old, ref, entropy)
+                writer.write_shard(index, table, counts={"ok": len(rows.sample_ids)}, stats={"gap": gap})
+    with ranks.agreed():
+        if ranks.is_first:
+            return finished(writer, _commit(writer, job, rollouts, policies, seconds=time.monotonic() - started))
+    return StageResult(stage="logprob", out=job.out, state="done", artifact=None, facts={})
+
+
+def _commit(
+    writer: ArtifactWriter, job: LogprobJob, rollouts: Artifact, policies: Policies, *, seconds: float
+) -> Artifact | None:
+    policy, reference = policies
+    sampling = rollouts.manifest.sampling
+    assert sampling is not None
+    return writer.commit(
         rows=RowAccounting(input=rollouts.manifest.rows.ok, ok=rollouts.manifest.rows.ok, skipped=0, failed=0),
         policy=policy.identity if policy else None,
         reference=reference.identity if reference else None,
         sampling=rollouts.manifest.sampling,
-        stats=lambda shards: _summary(shards, job),
+        stats=lambda shards: _summary(shards, job, sampling),
         tokens={"completion": rollouts.manifest.tokens["completion"]},
-        timings={"forward_seconds": time.monotonic() - started},
+        timings={"forward_seconds": seconds},
         environment=environment(),
     )
-    return finished(writer, artifact)
 
 
 def row_logprobs(
@@ -136,27 +174,40 @@ def row_logprobs(
     """Return each row's log-probabilities under a policy, and entropies on request."""
     import torch
 
-    from grpoctl.engines.forward import make_units, unit_logprobs
+    from grpoctl.engines.dealing import dealt_chunks
+    from grpoctl.engines.forward import unit_logprobs
+    from grpoctl.engines.sharding import shard
 
+    ranks = context.ranks
     model = context.model(policy, dtype=job.logprob.dtype, runtime=job.runtime)
-    budget = job.runtime.micro_batch_tokens
-    units = make_units(rows.prompt_ids, rows.completion_ids, policy=model, budget=budget)
+    shard(model, ranks, device=job.runtime.device)
+    chunks = dealt_chunks(
+        rows.prompt_ids, rows.completion_ids, policy=model, budget=job.runtime.micro_batch_tokens, ranks=ranks
+    )
     logprobs: dict[int, FloatVector] = {}
     entropies: dict[int, FloatVector] = {}
-    for batch in chunks_by_tokens(units, budget):
+    for chunk in chunks:
         with torch.no_grad(), memory_errors("computing log-probabilities", "runtime.micro_batch_tokens"):
-            values, entropy = unit_logprobs(model, batch, temperature=temperature, with_entropy=with_entropy)
+            values, entropy = unit_logprobs(model, chunk.units, temperature=temperature, with_entropy=with_entropy)
+        if not chunk.counts:
+            continue
         place = 0
         flat = values.float().cpu().numpy()
         flat_entropy = None if entropy is None else entropy.float().cpu().numpy()
-        for unit in batch:
+        for unit in chunk.units:
             for row, ids in zip(unit.rows, unit.completions, strict=True):
                 logprobs[row] = flat[place : place + len(ids)]
                 if flat_entropy is not None:
                     entropies[row] = flat_entropy[place : place + len(ids)]
                 place += len(ids)
-    ordered = range(len(rows.sample_ids))
-    return [logprobs[row] for row in ordered], [entropies[row] for row in ordered] if with_entropy else None
+    return _in_order(rows, ranks.gather(logprobs)), _in_order(rows, ranks.gather(entropies)) if with_entropy else None
+
+
+def _in_order(rows: TokenRows, parts: Sequence[dict[int, FloatVector]]) -> list[FloatVector]:
+    """Return the rows' values from all ranks; empty completions have none."""
+    found = {row: values for part in parts for row, values in part.items()}
+    empty = np.zeros(0, dtype=np.float32)
+    return [found.get(row, empty) if len(ids) == 0 else found[row] for row, ids in enumerate(rows.completion_ids)]
 
 
 def _table(rows: TokenRows, old: Any, ref: Any, entropy: Any) -> pa.Table:
@@ -169,43 +220,19 @@ def _table(rows: TokenRows, old: Any, ref: Any, entropy: Any) -> pa.Table:
     )
 
 
-def _gap(rows: TokenRows, old: Sequence[FloatVector] | None) -> dict[str, Any]:
-    """Return sums over |rollout_logprobs − old_logprobs| of one shard."""
-    if old is None:
-        return {"gap": None}
-    parts = [
-        np.abs(kept.astype(np.float64) - recomputed)
-        for kept, recomputed in zip(rows.rollout_logprobs, old, strict=True)
-        if kept is not None and len(kept)
-    ]
-    gaps = np.concatenate(parts) if parts else np.zeros(0)
-    if not np.isfinite(gaps).all():
+def _summary(shards: Sequence[Shard], job: LogprobJob, sampling: Sampling) -> dict[str, Any]:
+    stats = gap_summary([shard.stats["gap"] for shard in shards])
+    mean = stats["rollout_gap_mean"]
+    if mean is None:
+        return stats
+    exact = sampling.dtype == job.logprob.dtype == "float32"
+    warn = GAP_LIMITS[exact][0] if job.logprob.gap_warn is None else job.logprob.gap_warn
+    limit = GAP_LIMITS[exact][1] if job.logprob.gap_limit is None else job.logprob.gap_limit
+    if mean > limit:
         raise GateFailed(
-            f"{int((~np.isfinite(gaps)).sum())} recomputed log-probabilities are not finite; suspect bad weights"
+            f"{job.out}: rollout and recomputed log-probabilities differ by {mean:.3g} nats on average, limit {limit} "
+            "(logprob.gap_limit); the sampler wasn't the declared policy (stale weights? other temperature?)"
         )
-    counts, _ = np.histogram(np.log10(np.maximum(gaps, 1e-12)), bins=_GAP_BINS)
-    largest = float(gaps.max()) if len(gaps) else 0.0
-    return {"gap": {"sum": float(gaps.sum()), "count": len(gaps), "max": largest, "log10_histogram": counts.tolist()}}
-
-
-_GAP_BINS = np.linspace(-12, 3, 301)
-"""Edges for the distribution of gaps in powers of ten: percentiles over shards to 4 %, without keeping every token."""
-
-
-def _summary(shards: Sequence[Shard], job: LogprobJob) -> dict[str, Any]:
-    gaps = [shard.stats["gap"] for shard in shards if shard.stats["gap"] is not None]
-    count = sum(gap["count"] for gap in gaps)
-    if not count:
-        return {"rollout_gap_mean": None, "rollout_gap_p99": None, "rollout_gap_max": None}
-    mean = sum(gap["sum"] for gap in gaps) / count
-    histogram = np.sum([gap["log10_histogram"] for gap in gaps], axis=0)
-    p99 = float(10 ** _GAP_BINS[1 + int(np.searchsorted(np.cumsum(histogram), 0.99 * count))])
-    if mean > job.logprob.gap_limit:
-        raise GateFailed(
-            f"{job.out}: rollout and recomputed log-probabilities differ by {mean:.3g} nats on average, limit "
-            f"{job.logprob.gap_limit} (logprob.gap_limit); the sampler wasn't the declared policy (stale weights? "
-            "other temperature?)"
-        )
-    if mean > job.logprob.gap_warn:
+    if mean > warn:
         log.warning("rollout and recomputed log-probabilities differ by %.3g nats on average", mean)
-    return {"rollout_gap_mean": mean, "rollout_gap_p99": p99, "rollout_gap_max": max(gap["max"] for gap in gaps)}
+    return stats
