@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-integration lint bench schemas clean
+.PHONY: demo test test-integration env-vllm env-sglang lint bench schemas clean
 
 demo: $(VENV)/.installed
 	$(BIN)/grpoctl run pipelines/quickstart.yaml
@@ -15,7 +15,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
-test-integration: $(VENV)/.installed-dev
+# Environments of their own, because each engine pins torch and transformers; the tests start servers from them.
+ENVS ?= .venv-engines
+env-vllm: $(ENVS)/vllm/.installed
+env-sglang: $(ENVS)/sglang/.installed
+$(ENVS)/%/.installed: tests/integration/make_envs.sh
+	tests/integration/make_envs.sh $* $(ENVS)/$*
+	touch $@
+
+test-integration: $(VENV)/.installed-dev env-vllm env-sglang
+	GRPOCTL_VLLM_PYTHON=$${GRPOCTL_VLLM_PYTHON:-$(abspath $(ENVS))/vllm/bin/python} \
+	GRPOCTL_SGLANG_PYTHON=$${GRPOCTL_SGLANG_PYTHON:-$(abspath $(ENVS))/sglang/bin/python} \
 	$(BIN)/python -m pytest -m integration
 
 lint: $(VENV)/.installed-dev
@@ -35,7 +45,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) --editable ".[torch,math,s3,dev]"
+	$(PIP) --editable ".[torch,math,s3,server,dev]"
 	$(PIP) --no-deps trl==1.16.0 verl==0.9.1  # their reward functions run through the adapters; no-deps keeps our torch
 	command -v bwrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap; }  # sandbox of the code reward
 	touch $@

@@ -331,6 +331,7 @@ class ArtifactWriter:
         if len(done) < len(shards):
             return None
         files = sorted(self.files, key=lambda file: file.path)
+        settled: dict[str, Any] = {n: fact(done) if callable(fact) else fact for n, fact in facts.items()}
         manifest = Manifest(
             table=self.work.table.name,
             table_version=self.work.table.version,
@@ -345,7 +346,7 @@ class ArtifactWriter:
             shards=done,
             files=files,
             grpoctl_version=__version__,
-            **{name: fact(done) if callable(fact) else fact for name, fact in facts.items()},
+            **settled,
         )
         create_exclusively(self.location.child(MANIFEST_NAME), manifest.model_dump_json(indent=1).encode())
         artifact = committed(self.url, self.work)
@@ -370,6 +371,8 @@ def parquet_bytes(table: pa.Table, schema: Table) -> bytes:
         compression="zstd",
         write_page_checksum=True,
         row_group_size=ROW_GROUP_ROWS,
-        use_dictionary=[column.name for column in schema.columns if column.type == pa.large_string()],
+        use_dictionary=[  # pyright: ignore[reportArgumentType] - the stubs know bool only
+            column.name for column in schema.columns if column.type == pa.large_string()
+        ],
     )
     return sink.getvalue().to_pybytes()

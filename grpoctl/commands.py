@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 import logging
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,14 +18,19 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from grpoctl import launched
 from grpoctl.config import JOBS, PipelineConfig, Section
-from grpoctl.errors import GrpoctlError, UsageError
+from grpoctl.errors import GrpoctlError, PeerFailed, UsageError
 from grpoctl.settings import FlagField, flag_fields, load_job
 
 log = logging.getLogger("grpoctl")
 STAGES: Final = ("rollout", "score", "logprob", "update", "sync")
+SHARED_STAGES: Final = ("logprob", "update")
+"""Stages that several processes can share."""
 TRAIN: Final = "reward-model train"
 QUIET_LOGGERS: Final = ("httpx", "httpcore", "filelock", "fsspec", "urllib3", "botocore", "s3fs", "aiobotocore")
+EXTRAS: Final = {"torch": "torch", "transformers": "torch", "safetensors": "torch"}
+"""Packages that a stage imports when it runs, by the extra they come with."""
 
 COMMON: Final[dict[str, tuple[Any, Any]]] = {
     "config": (str | None, typer.Option("--config", metavar="FILE", help="Settings in a pipeline-shaped YAML file.")),
@@ -134,10 +140,12 @@ def _option(entry: FlagField) -> Any:
 
 
 def _metavar(field: FieldInfo) -> str:
-    options = [kind for kind in (typing.get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
+    options: list[Any] = [
+        kind for kind in (typing.get_args(field.annotation) or (field.annotation,)) if kind is not type(None)
+    ]
     if typing.get_origin(field.annotation) is typing.Literal:
         return "|".join(map(str, typing.get_args(field.annotation)))
-    names = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
+    names: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
     return names.get(options[0], "TEXT")
 
 
@@ -145,18 +153,33 @@ def guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> N
     """Run a command's body; an expected failure becomes a message on stderr, its exit code, and the JSON line."""
     set_up_logging(verbose=values.get("verbose", False))
     try:
-        body(values)
+        with _missing_extras():
+            body(values)
     except GrpoctlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        told_elsewhere = launched.has_speaker() or (isinstance(error, PeerFailed) and launched.rank() > 0)
+        if not told_elsewhere:
+            print(f"error: {error}", file=sys.stderr)
         record = {"state": "error", "error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
         emit(record, values)
         raise typer.Exit(error.exit_code) from error
 
 
+@contextmanager
+def _missing_extras() -> Iterator[None]:
+    """Turn the import error of a package that belongs to an extra into the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".", maxsplit=1)[0]
+        if package not in EXTRAS:
+            raise
+        raise UsageError(f'{package} is not installed; pip install "grpoctl[{EXTRAS[package]}]"') from error
+
+
 def set_up_logging(*, verbose: bool) -> None:
     """Send messages to stderr, those of chatty libraries only when they are errors."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
-    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    log.setLevel(logging.ERROR if launched.rank() else logging.DEBUG if verbose else logging.INFO)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -164,6 +187,8 @@ def set_up_logging(*, verbose: bool) -> None:
 def emit(record: dict[str, Any], values: dict[str, Any]) -> None:
     """Print the record as one JSON line where --json asks for it, and write it where --result-file does."""
     line = json.dumps(record)
+    if launched.rank() and not launched.has_speaker():
+        return  # started by torchrun: the first process speaks
     if values.get("json"):
         print(line, flush=True)
     if values.get("result_file"):
@@ -184,6 +209,9 @@ def _context(values: dict[str, Any]) -> Any:
 
 
 def _run_stage(name: str, values: dict[str, Any]) -> None:
+    launched.die_with_starter()
+    if launched.is_launched() and name not in SHARED_STAGES:
+        raise UsageError(f"{name} runs as one process; only {' and '.join(SHARED_STAGES)} are started by torchrun")
     job = load_job(JOBS[name], flags=values["flags"], sets=values["set"] or (), file=values["config"])
     if name in ("rollout", "update") and "policy" not in job.model_fields_set:
         log.info("no --policy: using the built-in tiny policy, builtin:tiny")
@@ -196,7 +224,7 @@ def _run_stage(name: str, values: dict[str, Any]) -> None:
         record |= {"fingerprint": manifest.fingerprint, "content_digest": manifest.content_digest}
         record["rows"] = manifest.rows.model_dump()
     record["facts"] = result.facts
-    if not values["json"]:
+    if not values["json"] and launched.rank() == 0:
         for line in _stage_lines(record):
             print(line)
     emit(record, values)
@@ -207,9 +235,7 @@ def _stage_function(name: str) -> Callable[[Any, Any], Any]:
         from grpoctl.stages.reward_model import run
 
         return run
-    from grpoctl.pipeline import STAGES as stage_functions
-
-    return stage_functions[name]
+    return importlib.import_module(f"grpoctl.stages.{name}").run  # not by the pipeline: score needs no torch
 
 
 def _stage_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -254,6 +280,8 @@ def _pipeline(values: dict[str, Any]) -> Any:
 def _run_pipeline(values: dict[str, Any]) -> None:
     from grpoctl.pipeline import reward_curve
 
+    if launched.is_launched():
+        raise UsageError("run starts its stages itself; set runtime.num_processes instead of starting it by torchrun")
     if values["dry_run"]:
         _plan(values)
         return

@@ -74,8 +74,8 @@ class PromptsConfig(Section):
 class RolloutConfig(Section):
     """Sampling: how many completions, from which distribution."""
 
-    engine: Annotated[Literal["hf", "vllm"], Flag("--engine")] = "hf"
-    """Sampler: `hf` is transformers' generate, `vllm` runs in the stage's own process."""
+    engine: Annotated[Literal["hf", "vllm", "server"], Flag("--engine")] = "hf"
+    """Sampler: `hf` is transformers' generate, `vllm` runs in the stage's own process, `server` asks those of --server."""
     group_size: Annotated[int, Field(ge=1), Flag("--group-size")] = 8
     """G, completions sampled for each prompt."""
     prompts_per_iteration: Annotated[int | None, Field(ge=1), Flag("--prompts-per-iteration")] = None
@@ -171,10 +171,10 @@ class LogprobConfig(Section):
     """Floating-point type of the weights; the softmax is float32 in any case."""
     entropy: bool = False
     """Also write the old policy's entropy at each position."""
-    gap_warn: Annotated[float, Field(ge=0.0), GATE] = 0.05
-    """Mean |rollout_logprobs − old_logprobs| above which a warning is printed, nats."""
-    gap_limit: Annotated[float, Field(ge=0.0), GATE] = 0.15
-    """Mean gap above which the stage fails (exit 4): the sampler wasn't the declared policy."""
+    gap_warn: Annotated[float | None, Field(ge=0.0), GATE] = None
+    """Mean |rollout_logprobs − old_logprobs| that warns, nats; by default 1e-4 where both are float32, else 0.05."""
+    gap_limit: Annotated[float | None, Field(ge=0.0), GATE] = None
+    """Mean gap that fails the stage (exit 4): the sampler wasn't the declared policy; by default 1e-3 or 0.15."""
 
 
 LossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "reinforce"]
@@ -370,6 +370,11 @@ class RuntimeConfig(Section):
     """vllm on a CPU: key-value cache, GiB."""
     enforce_eager: bool = False
     """vllm: no compilation and no CUDA graphs; slower, but starts at once."""
+    server_concurrency: Positive = 256
+    """server: completions asked of one server at once."""
+    server_timeout_seconds: Annotated[float, Field(gt=0.0)] = 1800.0
+    """server: a server that finishes nothing for this long is dropped and its prompts are asked elsewhere; choose more than
+    one completion takes."""
     python: dict[str, str] = Field(default_factory=dict)
     """`run`: interpreter for a stage that needs an environment of its own, as {rollout: .venv-vllm/bin/python}."""
     num_processes: Positive = 1
@@ -395,6 +400,9 @@ class _Job(Section):
     """What never changes the result."""
 
 
+Servers = Annotated[tuple[str, ...], Field(strict=False)]
+
+
 class RolloutJob(_Job):
     """Sample G completions for each prompt."""
 
@@ -408,6 +416,8 @@ class RolloutJob(_Job):
     """Iteration number; part of every identity."""
     out: Annotated[str, Flag("--out")] = "rollouts"
     """Artifact to write."""
+    servers: Annotated[Servers, Flag("--server")] = ()
+    """Addresses of running vLLM or SGLang servers, one a replica, as http://HOST:PORT; for engine server."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
 
@@ -474,6 +484,8 @@ class SyncJob(_Job):
     """Folder of published policies: v000001 … and the pointer CURRENT."""
     rollback: Annotated[int | None, Field(ge=0), Flag("--rollback")] = None
     """Instead of publishing, point CURRENT at this version."""
+    servers: Annotated[Servers, Flag("--server")] = ()
+    """Addresses of running vLLM or SGLang servers that load the published policy and prove it before CURRENT moves."""
     sync: SyncConfig = SyncConfig()
     """Checks."""
 
@@ -512,6 +524,9 @@ class PipelineConfig(_Job):
     """Policy REF of version 0."""
     reference: str | None = None
     """`initial` (the policy at version 0), another REF, or null for no reference."""
+    servers: Annotated[Servers, Flag("--server")] = ()
+    """Addresses of running vLLM or SGLang servers: rollout with engine server asks them, sync loads each new policy into
+    them."""
     prompts: PromptsConfig = PromptsConfig()
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()

@@ -55,3 +55,11 @@ class Interrupted(GrpoctlError):
     def __init__(self, message: str, *, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class PeerFailed(GrpoctlError):
+    """Another process of the same stage failed; carries that one's exit code."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -28,7 +28,7 @@ log = logging.getLogger("grpoctl")
 LOCK: Final = "lock.json"
 ORIGIN: Final = "origin.json"
 METRICS: Final = "metrics.jsonl"
-NOT_LOCKED: Final = {"runtime", "run_dir", "iterations", "name"}
+NOT_LOCKED: Final = {"runtime", "run_dir", "iterations", "name", "servers"}
 STAGES: Final[dict[str, Callable[[Any, Context], StageResult]]] = {
     "rollout": rollout.run,
     "logprob": logprob.run,
@@ -120,6 +120,11 @@ class Pipeline:
                 raise Conflict(f"{place.url}: this run branched off {stored.run_dir}, not {self.origin.run_dir}")
             return stored
         if self.origin is not None:
+            if self.origin.iteration >= self.config.iterations:
+                raise UsageError(
+                    f"--from {self.origin.run_dir}/iter-{self.origin.iteration:06d}: iterations is {self.config.iterations}, so "
+                    f"the last one is {self.config.iterations - 1}; raise --iterations or name an earlier one"
+                )
             facts = {"run_dir": self.origin.run_dir, "iteration": self.origin.iteration, "stage": self.origin.stage}
             create_exclusively(place, json.dumps(facts).encode())
         return self.origin
@@ -185,7 +190,7 @@ class Pipeline:
         if stage == "rollout":
             return RolloutJob(
                 prompts=config.prompts, policy=policy, seed=config.seed, iteration=iteration,
-                out=url["rollout"], rollout=config.rollout, runtime=runtime,
+                out=url["rollout"], servers=config.servers, rollout=config.rollout, runtime=runtime,
             )  # fmt: skip
         if stage == "logprob":
             return LogprobJob(
@@ -204,7 +209,10 @@ class Pipeline:
                 resume_from=self._previous_update(iteration), seed=config.seed,
                 out=url["update"], update=config.update, runtime=runtime,
             )  # fmt: skip
-        return SyncJob(update=url["update"], to=f"{config.run_dir}/policies", sync=config.sync, runtime=runtime)
+        return SyncJob(
+            update=url["update"], to=f"{config.run_dir}/policies", servers=config.servers,
+            sync=config.sync, runtime=runtime,
+        )  # fmt: skip
 
     def _url(self, iteration: int, stage: str) -> str:
         if stage == "sync":

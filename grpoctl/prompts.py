@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
@@ -25,6 +25,7 @@ from grpoctl.storage import Location, locate, read_bytes, sha256_bytes
 ROW_FIELD = "_row"
 """Field of `source` with the row number in the prompt file; never handed to rewards."""
 Messages = list[dict[str, Any]]
+pc: Any = pyarrow.compute  # its functions are made at import, unknown to type checkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +178,7 @@ def _ids(table: pa.Table, config: PromptsConfig, digest: str) -> list[str]:
 
 
 def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig, name: str) -> tuple[Any, str]:
-    values = column.to_pylist()
+    values: list[Any] = column.to_pylist()
     missing = [ids[row] for row, value in enumerate(values) if value is None]
     if missing:
         raise InputRefused(

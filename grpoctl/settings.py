@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, SequenceNode
 
 from grpoctl.config import JOBS, Flag, PipelineConfig, Section
 from grpoctl.errors import UsageError
@@ -174,7 +175,8 @@ def _messages(
 ) -> Iterator[str]:
     for item in error.errors():
         path: KeyPath = tuple(item["loc"])
-        where = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), file or "config")
+        around = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), None)
+        where = around or next((origins[known] for known in origins if known[: len(path)] == path), file or "config")
         key = ".".join(str(part) for part in path) or "config"
         if item["type"] == "extra_forbidden":
             yield f"{where}: unknown key {key!r}{_closest(str(path[-1]), _siblings(job, path))}"
@@ -189,11 +191,13 @@ def _messages(
 
 def _siblings(job: type[BaseModel], path: KeyPath) -> list[str]:
     model: type[BaseModel] = job
-    for name in path[:-1]:
-        field = model.model_fields.get(str(name))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return [name for section in JOBS.values() for name in section.model_fields]
-        model = field.annotation
+    for name in (part for part in path[:-1] if isinstance(part, str)):
+        field = model.model_fields.get(name)
+        kinds = () if field is None else (field.annotation, *typing.get_args(field.annotation))
+        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not found:
+            return sorted({name for section in JOBS.values() for name in section.model_fields})
+        model = found[0]
     return list(model.model_fields)
 
 
@@ -218,7 +222,7 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
-        raise UsageError(f"{where}: {_yaml_problem(error)}") from error
+        raise UsageError(f"{where}: {_yaml_problem(error, text)}") from error
     except YAMLError as error:
         raise UsageError(f"{file}: not YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(content, CommentedMap):
@@ -228,17 +232,32 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     return _plain(content, file, (), positions), positions
 
 
-def _yaml_problem(error: MarkedYAMLError) -> str:
+def _yaml_problem(error: MarkedYAMLError, text: str) -> str:
     problem = str(error.problem or error.context)
     if "found duplicate key" in problem:
-        first = error.context_mark
-        at = f", first at line {first.line + 1}" if first else ""
-        return f"{problem.splitlines()[0]}{at}; keep one of them"
+        return f"{problem.splitlines()[0]}{_first_place(error, text)}; keep one of them"
     if "but found another document" in problem:
         return "a second document starts here; expected one"
     if "\\t" in problem or "tab" in problem:
         return "a tab can't indent YAML; use spaces"
     return problem.splitlines()[0]
+
+
+def _first_place(error: MarkedYAMLError, text: str) -> str:
+    """Return where a key stood that is there again; the error itself only knows where its mapping begins."""
+    again = error.problem_mark
+    nodes = [YAML(typ="rt", pure=True).compose(io.StringIO(text))]
+    for node in nodes:  # grows while it is walked
+        if isinstance(node, MappingNode):
+            keys = [key for key, _ in node.value]
+            twin = next((key for key in keys if again and key.start_mark.index == again.index), None)
+            if twin is not None:
+                first = next(key for key in keys if key.value == twin.value)
+                return f", first at line {first.start_mark.line + 1}"
+            nodes += [value for _, value in node.value if value not in nodes]
+        elif isinstance(node, SequenceNode):
+            nodes += [value for value in node.value if value not in nodes]
+    return ""
 
 
 def _plain(node: Any, file: str, path: KeyPath, positions: dict[KeyPath, str]) -> Any:

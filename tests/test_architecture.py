@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "grpoctl"
 FLOORS = {
     "grpoctl": 0,
     "errors": 0,
+    "launched": 0,
     "config": 1,
     "settings": 1.1,
     "schema": 1.2,

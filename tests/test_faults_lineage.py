@@ -161,14 +161,21 @@ def shifted(by: float) -> Callable[[Rows], None]:
 
 
 def test_a_gap_between_sampler_and_trainer_warns_then_stops(work: Path) -> None:
+    limits = ("--set", "logprob.gap_warn=0.05", "--set", "logprob.gap_limit=0.15")
     rewrite_rows("rollouts", shifted(0.1))
-    outcome = done(*LOGPROB)
+    outcome = grpoctl("logprob", "--policy", "builtin:tiny", "--out", "newer")
+    assert_refused(
+        outcome, 4, where="newer", found="0.1 nats", expected="limit 0.001", todo="gap_limit.*declared policy"
+    )
+    outcome = done(*LOGPROB, *limits)
     assert "differ by 0.1 nats" in outcome.err
     assert is_committed("new")
     rewrite_rows("rollouts", shifted(0.1))
-    outcome = grpoctl("logprob", "--policy", "builtin:tiny", "--out", "newer")
-    assert_refused(outcome, 4, where="newer", found="0.2", expected=r"limit 0\.15", todo="gap_limit.*declared policy")
-    assert not is_committed("newer")
+    outcome = grpoctl("logprob", "--policy", "builtin:tiny", *limits, "--out", "newest")
+    assert_refused(
+        outcome, 4, where="newest", found="0.2 nats", expected="limit 0.15", todo="gap_limit.*declared policy"
+    )
+    assert not is_committed("newest")
 
 
 @pytest.mark.parametrize("command", [LOGPROB, UPDATE])

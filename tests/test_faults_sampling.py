@@ -34,7 +34,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
             def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
                 return [answer(number) for number in range(len(requests))]
 
-        monkeypatch.setattr("grpoctl.stages.rollout._sampler", lambda *_: MadeUp())
+        monkeypatch.setattr("grpoctl.stages.rollout.sampler_for", lambda *_: MadeUp())
 
     return install
 
@@ -99,8 +99,31 @@ def test_raising_the_budget_commits_the_finished_shards_without_sampling_again(
 ) -> None:
     engine(one_bad(BAD["not a number"][0]))
     assert rollout().code == 4
-    monkeypatch.setattr("grpoctl.stages.rollout._sampler", None)
+    monkeypatch.setattr("grpoctl.stages.rollout.sampler_for", None)
     assert rollout("--set", "rollout.failed_budget=0.1").code == 0
+
+
+def test_running_out_of_memory_keeps_the_finished_shards(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hungry:
+        name = "hungry"
+        reproducible = True
+        calls = 0
+
+        def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
+            self.calls += 1
+            if self.calls == 2:
+                raise MemoryError
+            return [sample([40 + number, END]) for number in range(len(requests))]
+
+    monkeypatch.setattr("grpoctl.stages.rollout.sampler_for", lambda *_: Hungry())
+    given = ("--set", "rollout.prompts_per_shard=1")
+    assert_refused(
+        rollout(*given), 75, found="out of memory", expected="kept", todo="rollout_batch_size or rollout.max_new_tokens"
+    )
+    assert Path("rollouts/_shards/00000.json").exists()
+    assert not is_committed("rollouts")
+    monkeypatch.setattr(Hungry, "calls", 5)
+    assert rollout(*given).code == 0
 
 
 def test_a_completion_of_the_end_token_alone_is_trained_on(empty: Path, engine: Engine) -> None:

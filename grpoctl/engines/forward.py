@@ -125,17 +125,32 @@ def unit_logprobs(
     if not packed.targets.numel():
         empty = torch.zeros(0, device=policy.device)
         return empty, empty if with_entropy else None
-    hidden = policy.hidden(packed.input_ids, packed.position_ids, packed.mask)
+    run = policy.runner or PackedForward(policy)
     count = packed.targets.shape[0]
-    spare = max(0, LEAST_POSITIONS - count)
-    sources = torch.cat([packed.sources, packed.sources[:1].expand(spare)])
-    targets = torch.cat([packed.targets, packed.targets[:1].expand(spare)])
-    logprobs, entropy = token_logprobs(
-        hidden.reshape(-1, hidden.shape[-1])[sources],
-        policy.head,
-        targets,
-        temperature=temperature,
-        vocab_size=policy.vocab_size,
-        with_entropy=with_entropy,
-    )
+    logprobs, entropy = run(packed, temperature, with_entropy)
     return logprobs[:count], None if entropy is None else entropy[:count]
+
+
+class PackedForward(torch.nn.Module):
+    """All that reads weights in one forward: engines that shard them gather what lies inside around the call."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.module = policy.module
+        self._policy = policy
+
+    def forward(self, packed: Packed, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies, at least LEAST_POSITIONS of them; the spare ones repeat the first."""
+        policy = self._policy
+        hidden = policy.hidden(packed.input_ids, packed.position_ids, packed.mask)
+        spare = max(0, LEAST_POSITIONS - packed.targets.shape[0])
+        sources = torch.cat([packed.sources, packed.sources[:1].expand(spare)])
+        targets = torch.cat([packed.targets, packed.targets[:1].expand(spare)])
+        return token_logprobs(
+            hidden.reshape(-1, hidden.shape[-1])[sources],
+            policy.head,
+            targets,
+            temperature=temperature,
+            vocab_size=policy.vocab_size,
+            with_entropy=with_entropy,
+        )

@@ -32,6 +32,8 @@ class Policy:
         shares_prompts: whether several completions may follow one prompt in a row (exact for plain attention only)
         max_shared_tokens: longest row for which that holds (sliding windows), None without limit
         autocast: bfloat16 to run the forward in it, None for float32
+        runner: the engine around the forward (FSDP2, DeepSpeed), None where it is called directly
+        adapters: the low-rank adapters beside its frozen weights, None where all weights train
     """
 
     module: Any
@@ -40,6 +42,8 @@ class Policy:
     shares_prompts: bool = True
     max_shared_tokens: int | None = None
     autocast: torch.dtype | None = None
+    runner: Any = None
+    adapters: Any = None
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
         """Return (B, T, H) last hidden states.
@@ -87,9 +91,7 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
 
     transformers_logging.disable_progress_bar()
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
-        )
+        module, loading = _loaded(AutoModelForCausalLM, folder)
     except (OSError, ValueError, RuntimeError) as error:
         if "ignore_mismatched_sizes" in str(error):
             raise InputRefused(
@@ -97,6 +99,12 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
                 "config and weights don't belong together, restore one of them"
             ) from error
         raise InputRefused(f"{ref}: transformers can't load it ({str(error).splitlines()[0]})") from error
+    missing = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
+    if missing:
+        raise InputRefused(
+            f"{ref}: {len(missing)} tensors don't fit the model that config.json describes, such as {missing[:3]}; "
+            "transformers would fill them with random numbers: restore the folder, or name a causal language model"
+        )
     place = pick_device(device)
     module.to(place).eval()
     policy = Policy(module=module, vocab_size=vocab_size, device=place)
@@ -104,6 +112,17 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
     policy.shares_prompts, policy.max_shared_tokens = _sharing(policy)
     policy.autocast = torch.bfloat16 if dtype == "bfloat16" else None
     return policy
+
+
+def _loaded(kind: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
+    return kind.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
 
 
 def _probe_ids(policy: Policy) -> Tensor:

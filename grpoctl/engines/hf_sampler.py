@@ -45,7 +45,7 @@ class _Draw(LogitsProcessor):
         if settings.min_p:
             self.warpers.append(MinPLogitsWarper(settings.min_p))
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         logits: Any = scores[:, : self.vocab_size].float() / self.temperature
         for warper in self.warpers:
             logits = warper(input_ids, logits)

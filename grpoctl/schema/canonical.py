@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
+
+pc: Any = pyarrow.compute  # its functions are made at import, unknown to type checkers
 
 
 def canonical_json(value: Any) -> str:

@@ -62,7 +62,13 @@ def settings_page() -> str:
                 from grpoctl.config import RewardConfig
 
                 lines += ["", "### score.rewards[]", "", *_table(RewardConfig.model_fields, "")]
-    lines += ["", "## reward_model", "", f"`grpoctl reward-model train`: {(RewardModelConfig.__doc__ or '').strip()}", ""]
+    lines += [
+        "",
+        "## reward_model",
+        "",
+        f"`grpoctl reward-model train`: {(RewardModelConfig.__doc__ or '').strip()}",
+        "",
+    ]
     lines += _table(RewardModelConfig.model_fields, "reward_model.")
     return "\n".join(lines) + "\n"
 
@@ -74,7 +80,14 @@ def _is_section(field: FieldInfo) -> bool:
 def _table(fields: typing.Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
     yield "| key | default | flag | meaning |"
     yield "|---|---|---|---|"
+    yield from _rows(fields, prefix)
+
+
+def _rows(fields: typing.Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
     for name, field in fields.items():
+        if _is_section(field):
+            yield from _rows(typing.cast(type[Section], field.annotation).model_fields, f"{prefix}{name}.")
+            continue
         flag = next((f"`{item}`" for item in field.metadata if isinstance(item, Flag)), "")
         limit = "*limit:* " if any(isinstance(item, Gate) for item in field.metadata) else ""
         text = limit + " ".join((field.description or "").split()).replace("|", "\\|")

@@ -15,8 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+from grpoctl import launched
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, committed
 from grpoctl.config import RuntimeConfig
+from grpoctl.engines.ranks import ALONE, Ranks, join
 from grpoctl.errors import InputRefused, Interrupted, TryAgain, UsageError
 from grpoctl.policies import Policy
 from grpoctl.reward_models import RewardModelFolder
@@ -101,7 +103,8 @@ class StopFlag:
         if self.signal_number is not None:
             raise Interrupted("stopped at once; finished shards are kept, rerun to continue", signal_number=number)
         self.signal_number = number
-        print("stopping after the current shard; once more to stop at once", file=sys.stderr)
+        if not launched.has_speaker():
+            print("stopping after the current shard; once more to stop at once", file=sys.stderr)
 
     def check(self) -> None:
         """Raise Interrupted where a signal came."""
@@ -122,6 +125,12 @@ class Context:
     trainers: dict[str, Any] = field(default_factory=dict)
     samplers: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    ranks: Ranks = ALONE
+
+    def join(self, runtime: RuntimeConfig) -> Ranks:
+        """Return this process's place among those that run the stage, connected to the others."""
+        self.ranks = join(runtime.device)
+        return self.ranks
 
     def tell_once(self, message: str) -> None:
         """Say something on stderr, once in the life of this process."""
@@ -134,7 +143,7 @@ class Context:
         return list(range(num_shards)) if self.shards is None else self.shards.indices(num_shards)
 
     def model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig) -> Any:
-        """Return the policy's model, loaded once for each weights digest.
+        """Return the policy's model, loaded once for each weights digest; into host memory where it is to be split.
 
         Raises:
             TryAgain: the device has no memory for it.
@@ -147,7 +156,8 @@ class Context:
         if key not in self.models:
             size = load_tokenizer(policy.folder, policy.ref).vocab_size
             with memory_errors("loading the model", "a smaller dtype or another device"):
-                loaded = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device=runtime.device, dtype=dtype)
+                place = runtime.device if self.ranks.world_size == 1 else "cpu"
+                loaded = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device=place, dtype=dtype)
             self.models[key] = loaded
             while len(self.models) > WARM_MODELS:
                 self.models.popitem(last=False)
@@ -178,7 +188,8 @@ class Context:
         """Yield items, checking for a stop request before each and telling progress on stderr."""
         started = told = time.monotonic()
         for number, item in enumerate(_with_bar(items, label, quiet=self.quiet)):
-            self.stop.check()
+            with self.ranks.agreed():  # a signal to one process stops all of them, before the same item
+                self.stop.check()
             yield item
             now = time.monotonic()
             if not sys.stderr.isatty() and now - told >= PROGRESS_SECONDS:

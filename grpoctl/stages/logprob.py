@@ -179,7 +179,8 @@ def row_logprobs(
     from grpoctl.engines.sharding import shard
 
     ranks = context.ranks
-    model = context.model(policy, dtype=job.logprob.dtype, runtime=job.runtime)
+    with ranks.agreed():
+        model = context.model(policy, dtype=job.logprob.dtype, runtime=job.runtime)
     shard(model, ranks, device=job.runtime.device)
     chunks = dealt_chunks(
         rows.prompt_ids, rows.completion_ids, policy=model, budget=job.runtime.micro_batch_tokens, ranks=ranks

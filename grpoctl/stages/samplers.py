@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from grpoctl.config import RolloutJob
 from grpoctl.engines.base import Sampler, VllmSettings
-from grpoctl.engines.tokenizer import load_tokenizer
-from grpoctl.errors import InputRefused
+from grpoctl.engines.tokenizer import load_tokenizer, require
+from grpoctl.errors import InputRefused, UsageError
 from grpoctl.policies import PROBE_RECORD, Policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context, set_threads
@@ -33,12 +33,32 @@ def sampler_for(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
     """
     if job.rollout.engine == "vllm":
         return _vllm(job, context, policy)
+    if job.rollout.engine == "server":
+        return _servers(job, context, policy)
     from grpoctl.engines.hf_sampler import HfSampler
 
     return HfSampler(
         context.model(policy, dtype=job.rollout.dtype, runtime=job.runtime),
         load_tokenizer(policy.folder, policy.ref),
         batch_size=job.runtime.rollout_batch_size,
+    )
+
+
+def _servers(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
+    require("httpx", "server")
+    from grpoctl.engines.server_sampler import ServerSampler, ServerSettings
+    from grpoctl.stages.canary import policy_canary
+
+    if not job.servers:
+        raise UsageError("engine server needs the address of one: --server http://HOST:PORT, repeatable")
+    return ServerSampler(
+        load_tokenizer(policy.folder, policy.ref),
+        policy_canary(policy, context, dtype=job.rollout.dtype, runtime=job.runtime),
+        ServerSettings(
+            urls=tuple(dict.fromkeys(job.servers)),
+            concurrency=job.runtime.server_concurrency,
+            timeout_seconds=job.runtime.server_timeout_seconds,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
 from grpoctl.policies import POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
 from grpoctl.schema.manifest import PolicyRecord
 from grpoctl.stages.base import Context, StageResult, check_outside, set_threads
+from grpoctl.stages.sync_servers import load_servers
 from grpoctl.storage import (
     Location,
     check_writable,
@@ -39,12 +40,12 @@ def run(job: SyncJob, context: Context) -> StageResult:
     Raises:
         UsageError: neither an update nor a version to roll back to is named.
         InputRefused: files that differ from the manifest, or tensors that differ in name or shape from the parent's.
-        GateFailed: the published folder doesn't answer like the update engine on the probe rows.
+        GateFailed: the published folder, or a server that loaded it, doesn't answer like the update engine on the probe.
         Conflict: another policy is published under this version.
     """
     target = locate(job.to)
     if job.rollback is not None:
-        return _roll_back(job, target, job.rollback)
+        return _roll_back(job, context, target, job.rollback)
     if job.update is None:
         raise UsageError("name the update artifact with --update, or a version with --rollback")
     check_outside(job.to, job.update, flag="--to")
@@ -54,6 +55,8 @@ def run(job: SyncJob, context: Context) -> StageResult:
     name = version_name(identity.version)
     facts: dict[str, Any] = {"version": identity.version, "weights_digest": identity.weights_digest}
     if _is_current(target, name, identity.weights_digest):
+        if not context.dry_run:  # servers may have been restarted since, or were down then
+            facts |= _served(job, context, target.child(name))
         return StageResult(stage="sync", out=f"{job.to}/{name}", state="already_done", artifact=None, facts=facts)
     check_writable(target)
     if context.dry_run:
@@ -66,6 +69,7 @@ def run(job: SyncJob, context: Context) -> StageResult:
         num_tensors = _compare_with_parent(update, folder)
         gap = _probe_gap(job, context, update, folder)
         _publish(folder, target.child(name))
+    facts |= _served(job, context, target.child(name))
     _point(target, name, identity.version, identity.weights_digest)
     facts |= {"num_tensors": num_tensors, "probe_gap_max": gap, "seconds": time.monotonic() - started}
     return StageResult(stage="sync", out=f"{job.to}/{name}", state="done", artifact=None, facts=facts)
@@ -154,12 +158,20 @@ def _point(target: Location, name: str, version: int, digest: str) -> None:
     write_bytes(target.child(POINTER), json.dumps(pointer).encode())
 
 
-def _roll_back(job: SyncJob, target: Location, version: int) -> StageResult:
+def _served(job: SyncJob, context: Context, place: Location) -> dict[str, Any]:
+    gaps = load_servers(job, context, place)
+    return {"server_gap_max": gaps} if gaps else {}
+
+
+def _roll_back(job: SyncJob, context: Context, target: Location, version: int) -> StageResult:
     name = version_name(version)
     record = read_if_there(target.child(f"{name}/{POLICY_RECORD}"))
     if record is None:
         raise InputRefused(f"{job.to}/{name}: no such published version; see the folders in {job.to}")
     policy = open_policy(target.child(name).url)
+    facts: dict[str, Any] = {"version": version, "weights_digest": policy.weights_digest}
+    if context.dry_run:
+        return StageResult(stage="sync", out=f"{job.to}/{name}", state="planned", artifact=None, facts=facts)
+    facts |= _served(job, context, target.child(name))
     _point(target, name, version, policy.weights_digest)
-    facts = {"version": version, "weights_digest": policy.weights_digest}
     return StageResult(stage="sync", out=f"{job.to}/{name}", state="done", artifact=None, facts=facts)

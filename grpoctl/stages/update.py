@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from grpoctl.artifacts import Work, open_artifact
 from grpoctl.config import UpdateJob, defining
-from grpoctl.engines.base import OptimizerSettings
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused
 from grpoctl.policies import Policy, open_policy
-from grpoctl.schema.canonical import sha256_json
 from grpoctl.schema.manifest import PolicyIdentity
 from grpoctl.schema.tables import STEPS
 from grpoctl.stages.base import (
@@ -29,10 +25,12 @@ from grpoctl.stages.base import (
     require_same_tokenizer,
 )
 from grpoctl.stages.joins import require_made_from
+from grpoctl.stages.processes import needs_processes, run_in_processes
 from grpoctl.stages.update_batches import TrainingRows, has_signal, load_training_rows, mini_batches, num_mini_batches
 from grpoctl.stages.update_report import check_limits, step_statistics
 from grpoctl.stages.update_step import Step, StepSettings, learning_rate
-from grpoctl.stages.update_write import STATE, Trained, UpdateInputs, write_update
+from grpoctl.stages.update_trainer import keep_warm, ready_trainer
+from grpoctl.stages.update_write import Trained, UpdateInputs, write_update
 
 log = logging.getLogger("grpoctl")
 
@@ -45,6 +43,20 @@ def run(job: UpdateJob, context: Context) -> StageResult:
         Conflict: the policy was trained on these very rollouts before.
         GateFailed: no group has signal, too many non-finite steps, or a limit was crossed.
     """
+    ranks = context.join(job.runtime)
+    with ranks.agreed():
+        prepared = _prepare(job, context)
+    if isinstance(prepared, StageResult):
+        return prepared
+    work, inputs, data = prepared
+    if needs_processes(job.runtime.num_processes, engine=job.update.engine):
+        return run_in_processes("update", job, context, work)
+    with ranks.lost_peers():
+        return _train(job, context, work, inputs, data)
+
+
+def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, UpdateInputs, TrainingRows]:
+    """Return what there is to train on, or the result where nothing is to be done; every rank reads the same files."""
     check_outside(job.out, job.rollouts, job.scores, job.logprobs, job.policy, job.resume_from)
     inputs = _open(job)
     work = Work(
@@ -68,7 +80,7 @@ def run(job: UpdateJob, context: Context) -> StageResult:
     if context.dry_run:
         steps = job.update.epochs * num_mini_batches(data, job, group_size=_group_size(inputs))
         return planned(job.out, work, num_steps=steps, num_completions=len(data.trainable))
-    return _train(job, context, work, inputs, data)
+    return work, inputs, data
 
 
 def _open(job: UpdateJob) -> UpdateInputs:
@@ -163,7 +175,7 @@ def _check_reference(job: UpdateJob, inputs: UpdateInputs) -> None:
 def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, data: TrainingRows) -> StageResult:
     assert inputs.rollouts.manifest.sampling is not None
     sampling = inputs.rollouts.manifest.sampling
-    trainer = _trainer(job, context, inputs)
+    trainer = ready_trainer(job, context, inputs)
     settings = StepSettings(
         config=job.update,
         temperature=sampling.temperature,
@@ -171,55 +183,29 @@ def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, d
         micro_batch_tokens=job.runtime.micro_batch_tokens,
     )
     started = time.monotonic()
-    plan = [
-        (epoch, rows)
-        for epoch in range(job.update.epochs)
-        for rows in mini_batches(data, job, digest=inputs.digest, group_size=sampling.group_size, epoch=epoch)
-    ]
+    with context.ranks.agreed():
+        plan = [
+            (epoch, rows)
+            for epoch in range(job.update.epochs)
+            for rows in mini_batches(data, job, digest=inputs.digest, group_size=sampling.group_size, epoch=epoch)
+        ]
     trained = Trained(trainer=trainer, steps=[], tokens={})
     for epoch, rows in context.follow(plan, "update"):
         keep = job.update.token_stats and epoch == 0
-        step = Step(trainer=trainer, data=data, rows=rows, settings=dataclasses.replace(settings, keep_tokens=keep))
+        settings = dataclasses.replace(settings, keep_tokens=keep)
+        step = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=context.ranks)
         global_step = inputs.first_step + len(trained.steps)
         trained.steps.append({"epoch": epoch, **_take(step, job, global_step, trained.tokens)})
-        check_limits(job, trained.steps)
+        with context.ranks.agreed():
+            if context.ranks.is_first:
+                check_limits(job, trained.steps)
     trained = dataclasses.replace(trained, seconds=time.monotonic() - started)
-    writer, artifact, digest = write_update(job, work, inputs, data, trained)
-    if artifact.manifest.policy is not None and artifact.manifest.policy.weights_digest == digest:
-        context.models[(digest, job.update.dtype, job.runtime.device)] = trainer.policy
-        context.trainers[_warm_key(job, digest, artifact.manifest.content_digest)] = trainer
+    written = write_update(job, work, inputs, data, trained, ranks=context.ranks)
+    if written is None:
+        return StageResult(stage="update", out=job.out, state="done", artifact=None, facts={})
+    writer, artifact, digest = written
+    keep_warm(job, context, trainer, artifact, digest)
     return finished(writer, artifact)
-
-
-def _trainer(job: UpdateJob, context: Context, inputs: UpdateInputs) -> Any:
-    """Return a trainer at the state to continue from: warm where this process holds it, else loaded."""
-    from grpoctl.engines.torch_trainer import TorchTrainer
-
-    settings = OptimizerSettings(
-        beta1=job.update.beta1,
-        beta2=job.update.beta2,
-        eps=job.update.adam_eps,
-        weight_decay=job.update.weight_decay,
-        grad_clip=job.update.grad_clip,
-    )
-    state = inputs.resume.manifest.content_digest if inputs.resume else "fresh"
-    warm = context.trainers.pop(_warm_key(job, inputs.policy.weights_digest, state), None)
-    model = context.model(inputs.policy, dtype=job.update.dtype, runtime=job.runtime)
-    context.models.pop((inputs.policy.weights_digest, job.update.dtype, job.runtime.device))  # it is about to change
-    context.trainers.clear()
-    if warm is not None and warm.policy is model:
-        return warm
-    trainer = TorchTrainer(model, settings)
-    if inputs.resume is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer.load_state(inputs.resume.fetch_files(STATE, Path(folder)))
-    return trainer
-
-
-def _warm_key(job: UpdateJob, weights: str, state: str) -> str:
-    names = ("beta1", "beta2", "adam_eps", "weight_decay", "grad_clip", "dtype", "engine")
-    settings = {name: getattr(job.update, name) for name in names}
-    return sha256_json({"weights": weights, "state": state, "device": job.runtime.device, **settings})
 
 
 def _take(step: Step, job: UpdateJob, global_step: int, tokens: dict[int, dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One optimizer step: the same loss, order and statistics whatever engine runs the forward.
 
 The denominator is taken from the files before the first forward. Each micro-batch adds its share of the numerator, so the
-step doesn't depend on how the mini-batch is cut.
+step doesn't depend on how the mini-batch is cut, nor on how many processes share it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from grpoctl.algorithms.correction import correction_weights
 from grpoctl.algorithms.kl import token_kl
 from grpoctl.algorithms.policy_loss import LOG_RATIO_LIMIT, LossSettings, TokenLoss, policy_loss
 from grpoctl.config import UpdateConfig
-from grpoctl.engines.base import FloatVector, Trainer, Unit, chunks_by_tokens
-from grpoctl.engines.forward import make_units
+from grpoctl.engines.base import FloatVector, Trainer
+from grpoctl.engines.dealing import Chunk, dealt_chunks
+from grpoctl.engines.ranks import ALONE, Ranks
 from grpoctl.stages.base import memory_errors
 from grpoctl.stages.update_batches import TrainingRows
 
@@ -56,6 +57,21 @@ class StepSums:
     nonfinite_rows: list[int] = field(default_factory=list)
     tokens: dict[int, dict[str, Any]] = field(default_factory=dict)
 
+    @staticmethod
+    def total(parts: Sequence[StepSums]) -> StepSums:
+        """Return the sums over all ranks, added in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        added = ("policy_numerator", "kl_numerator", "kl_sum", "ratio_sum", "clipped_low", "clipped_high",
+                 "correction_sum", "entropy_sum", "num_tokens", "num_micro_batches")  # fmt: skip
+        return StepSums(
+            **{name: sum(getattr(part, name) for part in parts) for name in added},
+            ratio_max=max(part.ratio_max for part in parts),
+            ratio_min=min(part.ratio_min for part in parts),
+            nonfinite_rows=[row for part in parts for row in part.nonfinite_rows],
+            tokens={row: values for part in parts for row, values in part.tokens.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
@@ -78,20 +94,22 @@ class Step:
     Args:
         trainer: the engine
         data: all rows
-        rows: the mini-batch
+        rows: the mini-batch, the same on every rank
         settings: loss and budget
+        ranks: the processes that share it
     """
 
     trainer: Trainer
     data: TrainingRows
     rows: Sequence[int]
     settings: StepSettings
+    ranks: Ranks = ALONE
 
     def run(self) -> tuple[StepSums, float]:
         """Collect the gradient of the mini-batch; the caller decides whether to step.
 
         Returns:
-            The sums, and the denominator (0.0 where no token carries loss: nothing was run).
+            The sums over all ranks, and the denominator (0.0 where no token carries loss: nothing was run).
         """
         settings, rows = self.settings, self.data.rows
         lengths = torch.tensor([int(rows.masks[row].sum()) for row in self.rows])
@@ -101,22 +119,33 @@ class Step:
         sums = StepSums()
         if denominator == 0:
             return sums, denominator
-        units = make_units(
+        chunks = dealt_chunks(
             [rows.prompt_ids[row] for row in self.rows],
             [rows.completion_ids[row] for row in self.rows],
             policy=self.trainer.policy,
             budget=settings.micro_batch_tokens,
+            ranks=self.ranks,
         )
-        for chunk in chunks_by_tokens(units, settings.micro_batch_tokens):
+        for chunk in chunks:
             with memory_errors("training", "runtime.micro_batch_tokens"):
-                self._micro_batch(chunk, denominator, sums)
-            sums.num_micro_batches += 1
-        return sums, denominator
+                if chunk.counts:
+                    self._micro_batch(chunk, denominator, sums)
+                else:
+                    self._padding(chunk)
+        return StepSums.total(self.ranks.gather(sums)), denominator
 
-    def _micro_batch(self, chunk: Sequence[Unit], denominator: float, sums: StepSums) -> None:
+    def _padding(self, chunk: Chunk) -> None:
+        """Run a forward and a backward whose gradient is 0, because other ranks run one more."""
+        flat, _ = self.trainer.logprobs(chunk.units, temperature=self.settings.temperature)
+        nothing = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+        self.trainer.backward(torch.where(nothing, flat, 0.0).sum(), last=chunk.last)
+
+    def _micro_batch(self, chunk: Chunk, denominator: float, sums: StepSums) -> None:
         config = self.settings.config
-        members = [self.rows[place] for unit in chunk for place in unit.rows]
-        flat, entropy = self.trainer.logprobs(chunk, temperature=self.settings.temperature, with_entropy=config.entropy)
+        members = [self.rows[place] for unit in chunk.units for place in unit.rows]
+        flat, entropy = self.trainer.logprobs(
+            chunk.units, temperature=self.settings.temperature, with_entropy=config.entropy
+        )
         batch = _matrices(self.data, members, flat.device)
         logprobs = _spread(flat, batch.filled)
         weights = _weights(batch, config)
@@ -136,7 +165,8 @@ class Step:
             kl_numerator = loss_numerator(kl, batch.mask, aggregation=config.aggregation)
             total = numerator + config.kl_coef * kl_numerator
             sums.kl_numerator += float(kl_numerator.detach())
-        self.trainer.backward(total / denominator)
+        self.trainer.backward(total / denominator, last=chunk.last)
+        sums.num_micro_batches += 1
         sums.policy_numerator += float(numerator.detach())
         with torch.no_grad():
             _collect(sums, batch, result, _Extras(kl, weights, entropy))

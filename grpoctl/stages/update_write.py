@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, parquet_bytes
 from grpoctl.config import UpdateJob
+from grpoctl.engines.ranks import ALONE, Ranks
 from grpoctl.errors import GateFailed
 from grpoctl.policies import POLICY_RECORD, PROBE_RECORD, Policy, policy_files, weights_digest
 from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord, RowAccounting
@@ -25,6 +26,7 @@ from grpoctl.stages.update_report import summary
 from grpoctl.storage import locate, storage_errors
 
 STATE = "trainer_state"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,41 +66,68 @@ def write_update(
     inputs: UpdateInputs,
     data: TrainingRows,
     trained: Trained,
-) -> tuple[ArtifactWriter, Artifact, str]:
-    """Write and commit everything an update leaves behind.
+    *,
+    ranks: Ranks = ALONE,
+) -> tuple[ArtifactWriter, Artifact, str] | None:
+    """Write and commit everything an update leaves behind; all ranks gather, the first one writes.
 
     Returns:
-        The writer, the committed artifact (another writer's, where that one was first), and our weights' digest.
+        The writer, the committed artifact (another writer's, where that one was first), and our weights' digest; None on
+        the other ranks, once it is committed.
 
     Raises:
         GateFailed: no step was taken, or the new policy answers with numbers that are not finite.
     """
-    steps = trained.steps
+    started = time.monotonic()
+    probe = ranks.share(_probe(job, data, trained.trainer))
+    with ranks.agreed():
+        _check(job, trained.steps, probe)
+    with (
+        storage_errors(locate(job.out)),
+        tempfile.TemporaryDirectory(dir=_scratch(job.out) if ranks.is_first else None, prefix=".tmp-update-") as scratch,
+    ):
+        folder = Path(scratch)
+        trained.trainer.export(folder / "policy", adapter=folder / ADAPTER)
+        trained.trainer.save_state(folder / STATE)
+        with ranks.agreed():  # nobody failed on the way; the others wait here for the commit
+            if ranks.is_first:
+                return _commit(job, work, inputs, data, trained, files=_Files(folder, probe, started))
+    return None
+
+
+def _check(job: UpdateJob, steps: list[dict[str, Any]], probe: dict[str, Any]) -> None:
     if all(step["status"] != "ok" for step in steps):
         raise GateFailed(
             f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
         )
-    started = time.monotonic()
-    probe = _probe(job, data, trained.trainer)
     if not all(math.isfinite(value) for row in probe["logprobs"] for value in row):
         raise GateFailed(
             f"{job.out}: the new policy's log-probabilities are not finite after {len(steps)} steps; nothing committed: "
             "lower update.lr or set update.max_ratio"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What lies in the scratch folder, the probe to be put beside it, and when writing began."""
+
+    folder: Path
+    probe: dict[str, Any]
+    started: float
+
+
+def _commit(
+    job: UpdateJob, work: Work, inputs: UpdateInputs, data: TrainingRows, trained: Trained, *, files: _Files
+) -> tuple[ArtifactWriter, Artifact, str]:
+    folder, steps = files.folder, trained.steps
     writer = ArtifactWriter(url=job.out, work=work)
-    with (
-        storage_errors(locate(job.out)),
-        tempfile.TemporaryDirectory(dir=_scratch(job.out), prefix=".tmp-update-") as scratch,
-    ):
-        folder = Path(scratch)
-        digest = _export(folder / "policy", trained.trainer, inputs, work.fingerprint)
-        trained.trainer.save_state(folder / STATE)
-        (folder / "policy" / PROBE_RECORD).write_text(json.dumps(probe))
-        if trained.tokens:
-            (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, trained.tokens), TOKEN_STATS))
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                writer.add_file(path.relative_to(folder).as_posix(), path)
+    digest = _complete_policy(folder / "policy", inputs, work.fingerprint)
+    (folder / "policy" / PROBE_RECORD).write_text(json.dumps(files.probe))
+    if trained.tokens:
+        (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, trained.tokens), TOKEN_STATS))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            writer.add_file(path.relative_to(folder).as_posix(), path)
     schema = STEPS.arrow_schema()
     named = [{"step": number, **step} for number, step in enumerate(steps)]
     writer.write_shard(0, pa.Table.from_pylist(named, schema=schema), counts={"ok": len(steps)})
@@ -115,7 +144,7 @@ def write_update(
         sampling=inputs.rollouts.manifest.sampling,
         stats=summary(steps),
         tokens={"trained": sum(step["num_tokens"] for step in steps)},
-        timings={"training_seconds": trained.seconds, "writing_seconds": time.monotonic() - started},
+        timings={"training_seconds": trained.seconds, "writing_seconds": time.monotonic() - files.started},
         environment=environment(),
     )
     assert artifact is not None
@@ -131,9 +160,8 @@ def _scratch(out: str) -> str | None:
     return location.path
 
 
-def _export(folder: Path, trainer: Any, inputs: UpdateInputs, fingerprint: str) -> str:
-    """Write the new policy: weights from the trainer, everything else as the parent has it."""
-    trainer.export(folder)
+def _complete_policy(folder: Path, inputs: UpdateInputs, fingerprint: str) -> str:
+    """Put beside the trainer's weights everything else as the parent has it, and the record; return their digest."""
     for path in policy_files(inputs.policy.folder):
         content = path.read_bytes()
         if path.name == "config.json":
@@ -166,6 +194,7 @@ def _probe(job: UpdateJob, data: TrainingRows, trainer: Any) -> dict[str, Any]:
         "prompt_ids": prompts,
         "completion_ids": completions,
         "logprobs": probe_logprobs(trainer.policy, prompts, completions),
+        "dtype": job.update.dtype,
     }
 
 

@@ -1,0 +1,284 @@
+"""Hold every training engine to the single-process torch engine: `python benchmarks/parity.py` prints the table.
+
+Each layout takes the same steps on the built-in policy, over rows of 1 to 200 tokens: one with each aggregation and one
+in which a single row has loss (so that a second process has nothing but padding), all at learning rate 0, and then three
+that move the weights. Gradients are recovered from the optimizer's first moments, through the file that every engine
+writes. One-process layouts run in one launched process, two-process layouts in two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from grpoctl.config import DeepSpeedConfig, RuntimeConfig, UpdateConfig
+from grpoctl.engines.dealing import dealt_chunks
+from grpoctl.engines.forward import unit_logprobs
+from grpoctl.engines.hf_model import load_policy
+from grpoctl.engines.ranks import ALONE, Ranks, join
+from grpoctl.engines.trainers import make_trainer
+from grpoctl.policies import BUILTIN
+from grpoctl.stages.rows import TokenRows
+from grpoctl.stages.update_batches import TrainingRows
+from grpoctl.stages.update_step import Step, StepSettings
+
+AGGREGATIONS = ("seq-mean-token-sum-norm", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+"""In the order of their gradients' sizes, so that recovering one from the moments doesn't cancel digits."""
+GROUP_SIZE = 4
+NUM_GROUPS = 9
+BUDGETS = {1: 1 << 20, 4: 384}
+"""Micro-batch tokens that make one micro-batch a width, and at least four."""
+PARTITION_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""ZeRO 3 leaves small tensors whole; the built-in policy has none but small ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One row of the table."""
+
+    engine: str
+    num_processes: int
+    stage: int | None = None
+    offload: str = "none"
+    micro_batches: int = 1
+    dtype: str = "float32"
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the table says it."""
+        if self.engine == "torch":
+            words = ["torch" if self.num_processes == 1 else "FSDP2"]
+        else:
+            words = [f"DeepSpeed ZeRO {self.stage}"]
+        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        words += ["checkpointing"] if self.checkpointing else []
+        return " ".join(words)
+
+
+def layouts(num_processes: int) -> list[Layout]:
+    """Return all layouts of one number of processes."""
+    kinds: list[dict[str, Any]] = [{"engine": "torch"}]
+    kinds += [{"engine": "deepspeed", "stage": stage} for stage in range(4)]
+    kinds += [{"engine": "deepspeed", "stage": stage, "offload": "optimizer"} for stage in (1, 2)]
+    kinds += [{"engine": "deepspeed", "stage": 3, "offload": "all"}]
+    result = [
+        Layout(num_processes=num_processes, micro_batches=count, **kind) for kind in kinds for count in sorted(BUDGETS)
+    ]
+    result += [
+        Layout(num_processes=num_processes, micro_batches=4, checkpointing=True, **kind) for kind in (kinds[0], kinds[4])
+    ]
+    return result + [
+        Layout(num_processes=num_processes, micro_batches=4, dtype="bfloat16", **kind)
+        for kind in (kinds[0], kinds[3], kinds[4])
+    ]
+
+
+def training_rows() -> TrainingRows:
+    """Return groups of completions of 1 to 200 tokens, some tokens masked, with ratios away from 1."""
+    generator = np.random.default_rng(11)
+    prompts, completions, masks, groups = [], [], [], []
+    for group in range(NUM_GROUPS):
+        prompt = generator.integers(0, 320, int(generator.integers(3, 40))).astype(np.int32)
+        for member in range(GROUP_SIZE):
+            length = 1 if member == 0 else 200 if (group, member) == (2, 1) else int(generator.integers(1, 120))
+            prompts.append(prompt)
+            completions.append(generator.integers(0, 320, length).astype(np.int32))
+            mask = generator.random(length) < 0.9
+            mask[0] = True
+            masks.append(mask)
+            groups.append(f"g{group}")
+    policy = load_policy(BUILTIN / "tiny", ref="tiny", vocab_size=320, device="cpu", dtype="float32")
+    own: dict[int, np.ndarray] = {}
+    for chunk in dealt_chunks(prompts, completions, policy=policy, budget=4096, ranks=ALONE):
+        with torch.no_grad():
+            values = unit_logprobs(policy, chunk.units, temperature=1.0)[0].numpy()
+        place = 0
+        for unit in chunk.units:
+            for row, ids in zip(unit.rows, unit.completions, strict=True):
+                own[row] = values[place : place + len(ids)]
+                place += len(ids)
+    ordered = [own[row] for row in range(len(completions))]
+    old = [row + generator.normal(0, 0.2, len(row)).astype(np.float32) for row in ordered]
+    reference = [row + generator.normal(0, 0.2, len(row)).astype(np.float32) for row in ordered]
+    scores = generator.normal(0, 1, len(ordered)).astype(np.float32)
+    rows = TokenRows(
+        sample_ids=[f"{group}#{i}" for i, group in enumerate(groups)],
+        group_ids=groups,
+        prompt_ids=prompts,
+        completion_ids=completions,
+        masks=masks,
+        rollout_logprobs=list(old),
+    )
+    return TrainingRows(
+        rows=rows,
+        advantages=[np.full(len(row), score, dtype=np.float32) for row, score in zip(ordered, scores, strict=True)],
+        old_logprobs=list(old),
+        recomputed=list(old),
+        ref_logprobs=list(reference),
+        trainable=list(range(len(ordered))),
+    )
+
+
+def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) -> dict[str, Any]:
+    """Return losses and norms by step, gradients of the steps that don't move, and the final weights (first rank)."""
+    config = UpdateConfig(engine=layout.engine, dtype=layout.dtype, kl_coef=0.05, grad_clip=None, weight_decay=0.01)  # type: ignore[arg-type]
+    ds_config = scratch / "ds.json"
+    ds_config.write_text(json.dumps(PARTITION_ALL))
+    runtime = RuntimeConfig(
+        device="cpu",
+        activation_checkpointing=layout.checkpointing,
+        deepspeed=DeepSpeedConfig(zero_stage=layout.stage or 0, offload=layout.offload, config_file=str(ds_config)),  # type: ignore[arg-type]
+    )
+    policy = load_policy(BUILTIN / "tiny", ref="tiny", vocab_size=320, device="cpu", dtype=layout.dtype)
+    trainer = make_trainer(policy, config, runtime, ranks=ranks)
+    everything = list(range(len(data.rows.sample_ids)))
+    shortest = [min(everything, key=lambda row: len(data.rows.completion_ids[row]))]
+    third = len(everything) // 3
+    plan = [(aggregation, everything, 0.0) for aggregation in AGGREGATIONS]
+    plan += [("token-mean", shortest, 0.0)]
+    plan += [("token-mean", everything[third * part : third * (part + 1)], 1e-3) for part in range(3)]
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "micro_batches": []}
+    before: dict[str, torch.Tensor] = {}
+    for number, (aggregation, rows, lr) in enumerate(plan):
+        settings = StepSettings(
+            config=config.model_copy(update={"aggregation": aggregation}),
+            temperature=1.0,
+            norm_tokens=256,
+            micro_batch_tokens=BUDGETS[layout.micro_batches],
+        )
+        sums, denominator = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=ranks).run()
+        found["losses"].append((sums.policy_numerator + 0.05 * sums.kl_numerator) / denominator)
+        found["micro_batches"].append(sums.num_micro_batches)
+        found["norms"].append(trainer.step(lr))
+        if lr == 0.0:
+            folder = scratch / f"state-{number}"
+            trainer.save_state(folder)
+            if ranks.is_first:
+                after = load_file(str(folder / "optimizer.safetensors"))
+                moments = {k.partition(".")[2]: v.double() for k, v in after.items() if k.startswith("exp_avg.")}
+                zero = torch.zeros(())
+                found["gradients"].append(
+                    {k: (v - config.beta1 * before.get(k, zero)) / (1 - config.beta1) for k, v in moments.items()}
+                )
+                before = moments
+    trainer.export(scratch / "weights")
+    if ranks.is_first:
+        found["weights"] = {k: v.double() for k, v in load_file(str(scratch / "weights/model.safetensors")).items()}
+    return found
+
+
+def compare(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Return the largest relative differences from the reference.
+
+    Each parameter's gradient is held against its own norm, or a thousandth of the whole gradient's where that is more.
+    Weights are held against all weights: AdamW makes steps of the learning rate's size out of a key bias's gradient,
+    which is next to nothing, so that one parameter may differ by 1e-4 of itself.
+    """
+    gradient = 0.0
+    for ours, theirs in zip(found["gradients"], reference["gradients"], strict=True):
+        whole = sum(float(value.square().sum()) for value in theirs.values()) ** 0.5
+        for name, value in theirs.items():
+            size = max(float(value.norm()), 1e-3 * whole)
+            gradient = max(gradient, float((ours[name] - value).norm()) / size)
+    squares = [
+        (float((found["weights"][name] - value).square().sum()), float(value.square().sum()))
+        for name, value in reference["weights"].items()
+    ]
+    weights = (sum(moved for moved, _ in squares) / sum(size for _, size in squares)) ** 0.5
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], reference["losses"], strict=True)),
+        "gradient": gradient,
+        "norm": max(abs(a - b) / b for a, b in zip(found["norms"], reference["norms"], strict=True)),
+        "weights": weights,
+    }
+
+
+def work(folder: Path, wanted: Sequence[int] | None) -> None:
+    """Run this process's part of every layout; the first rank writes the rows of the table."""
+    torch.set_num_threads(1)
+    ranks = join("cpu")
+    data = training_rows()
+    chosen = layouts(ranks.world_size)
+    references: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    for number, layout in enumerate(chosen):
+        if wanted is not None and number not in wanted:
+            continue
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as scratch:
+            if ranks.is_first and layout.dtype not in references:
+                plain = Layout(engine="torch", num_processes=1, dtype=layout.dtype)
+                references[layout.dtype] = take_steps(plain, data, ALONE, Path(scratch))
+            found = take_steps(layout, data, ranks, Path(scratch))
+        if ranks.is_first:
+            row = {**dataclasses.asdict(layout), "name": layout.name, **compare(found, references[layout.dtype])}
+            if layout.dtype != "float32":
+                row["against_float32"] = compare(found, references["float32"])
+            rows.append(row | {"forwards": found["micro_batches"][0], "seconds": time.monotonic() - started})
+            print(line(rows[-1]), flush=True)
+            (folder / f"{ranks.world_size}.json").write_text(json.dumps(rows))
+
+
+def table(processes: Sequence[int] = (1, 2), wanted: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Run the layouts in launched processes and return their rows."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in processes:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+            command += [__file__, "--worker", folder]
+            command += [] if wanted is None else ["--only", ",".join(map(str, wanted))]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            rows += json.loads((Path(folder) / f"{count}.json").read_text())
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return one row of the table as text."""
+    numbers = "  ".join(f"{row[name]:8.1e}" for name in ("loss", "gradient", "norm", "weights"))
+    return (
+        f"{row['name']:36s} {row['num_processes']}p  {row['forwards']:3d} forwards  {row['dtype']:8s}  {numbers}  "
+        f"{row['seconds']:5.1f} s"
+    )
+
+
+def main() -> None:
+    """Print the table, or be one of its processes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", type=Path)
+    parser.add_argument("--only")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    arguments = parser.parse_args()
+    wanted = None if arguments.only is None else [int(word) for word in arguments.only.split(",")]
+    if arguments.worker is not None:
+        work(arguments.worker, wanted)
+        return
+    rows = table(wanted=wanted)
+    print(f"{'largest relative difference from torch on one process':75s} loss      gradient  norm      weights")
+    for row in rows:
+        print(line(row))
+    for row in rows:
+        if "against_float32" in row:
+            print(f"bfloat16 against float32: {line({**row, **row['against_float32']})}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Ask a server what only the declared policy would answer, before a single completion of it is believed.
+
+Three questions: log-probabilities of given sequences (other weights, a head that stayed old), the next token once through
+the prefix cache and once computed anew (a cache of old weights), and the lead of the likeliest token at two temperatures
+(log-probabilities that leave temperature out).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from grpoctl.engines.server_link import API_KEY, Link
+from grpoctl.engines.server_protocol import Server, ServerFacts
+from grpoctl.engines.server_sglang import SglangServer
+from grpoctl.engines.server_vllm import VllmServer
+from grpoctl.errors import InputRefused
+
+MAX_GAPS: Final = {"float32": 2e-3, "bfloat16": 0.5}
+MEAN_GAPS: Final = {"float32": 5e-4, "bfloat16": 0.08}
+"""Limits of |Δ log-probability| by the server's floating-point type, nats; docs/rollout-engines.md has the measurements."""
+CANARY_TEMPERATURE: Final = 0.5
+LEAST_LEAD: Final = 0.05
+"""Lead of the likeliest token, nats, from which two temperatures can be told apart."""
+LOGPROBS_FLAG: Final = {
+    "vllm": "start it with --logprobs-mode processed_logprobs",
+    "sglang": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Sequences and what the declared policy says of them.
+
+    Args:
+        policy: its name in messages
+        prompts: ids before each completion
+        completions: ids whose log-probabilities are known
+        logprobs: those, temperature 1, nats
+        server_dtype: floating-point type that the server is said to run in
+        limits: whose noise is allowed: bfloat16's where the server or the policy's own answers are in it
+    """
+
+    policy: str
+    prompts: tuple[tuple[int, ...], ...]
+    completions: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    server_dtype: str
+    limits: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """How far a server's log-probabilities lie from the policy's, nats."""
+
+    mean: float
+    max: float
+
+    def within(self, dtype: str) -> bool:
+        """Return whether this is no more than the noise of that floating-point type."""
+        return self.mean <= MEAN_GAPS[dtype] and self.max <= MAX_GAPS[dtype]
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.2g}, max {self.max:.2g} nats"
+
+
+async def connect(link: Link, eos_ids: Sequence[int]) -> Server:
+    """Return the server behind a link, by what it answers.
+
+    Raises:
+        InputRefused: neither vLLM nor SGLang.
+        ServerLost, ServerBusy: it can't be asked now.
+    """
+    if "@" in link.url:
+        raise InputRefused(f"a server's address holds a user or password; put a key into {API_KEY} instead")
+    for kind in (VllmServer, SglangServer):
+        server = await kind.detect(link, eos_ids)
+        if server is not None:
+            return server
+    raise InputRefused(
+        f"{link.url}: answers neither as vLLM (/version, /v1/models) nor as SGLang (/model_info); "
+        "expected the address of one of them"
+    )
+
+
+async def answers(link: Link, server: Server, canary: Canary) -> list[list[float]]:
+    """Return the server's log-probabilities of the canary's completions, as far as it takes such long prompts."""
+    rows = [[*prompt, *ids] for prompt, ids in zip(canary.prompts, canary.completions, strict=True)]
+    limit = server.facts.max_prompt_tokens
+    found = await asyncio.gather(*(server.forced(link, row[:limit]) for row in rows))
+    return [values[len(prompt) - 1 :] for values, prompt in zip(found, canary.prompts, strict=True)]
+
+
+def gap_between(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> Gap:
+    """Return mean and largest |Δ| between two answers to the same canary, as far as the shorter one goes."""
+    deltas = [abs(a - b) for row, other in zip(found, expected, strict=True) for a, b in zip(row, other, strict=False)]
+    return Gap(mean=sum(deltas) / len(deltas), max=max(deltas)) if deltas else Gap(mean=math.inf, max=math.inf)
+
+
+async def verify(link: Link, server: Server, canary: Canary) -> Gap:
+    """Check that a server is the canary's policy and reports what it samples from; return the gap.
+
+    Raises:
+        InputRefused: other weights, another floating-point type, an old prefix cache, or log-probabilities that leave
+            temperature out.
+    """
+    _check_dtype(link, server.facts, canary)
+    gap = gap_between(await answers(link, server, canary), canary.logprobs)
+    if not gap.within(canary.limits):
+        raise InputRefused(_other_weights(link, server.facts, canary, gap))
+    leads = await asyncio.gather(*(_lead(link, server, prompt, canary) for prompt in canary.prompts))
+    plain, scaled = max(leads)
+    if plain >= LEAST_LEAD and scaled < plain * (1 + 1 / CANARY_TEMPERATURE) / 2:
+        raise InputRefused(
+            f"{link.url}: its log-probabilities leave temperature out (the best token's lead stays {plain:.3g} nats at "
+            f"temperature {CANARY_TEMPERATURE}, expected {plain / CANARY_TEMPERATURE:.3g}); "
+            f"{LOGPROBS_FLAG[server.facts.program]}"
+        )
+    return gap
+
+
+def _check_dtype(link: Link, facts: ServerFacts, canary: Canary) -> None:
+    if facts.dtype is not None and facts.dtype in MAX_GAPS and facts.dtype != canary.server_dtype:
+        raise InputRefused(
+            f"{link.url}: runs in {facts.dtype}, rollout.dtype says {canary.server_dtype}; set rollout.dtype to "
+            f"{facts.dtype} or start the server with --dtype {canary.server_dtype}"
+        )
+
+
+def _other_weights(link: Link, facts: ServerFacts, canary: Canary, gap: Gap) -> str:
+    hint = ""
+    if canary.limits == "float32" and gap.within("bfloat16"):
+        hint = "; if it runs in bfloat16, set rollout.dtype to that"
+    return (
+        f"{link.url}: {facts} answers with other weights than policy {canary.policy} (gap {gap}; limit {canary.limits} mean "
+        f"{MEAN_GAPS[canary.limits]}, max {MAX_GAPS[canary.limits]}){hint}; load the policy with grpoctl sync --server, or "
+        "restart the server on it"
+    )
+
+
+async def _lead(link: Link, server: Server, prompt: Sequence[int], canary: Canary) -> tuple[float, float]:
+    """Return the best token's lead over the second at temperature 1 and at the canary's; check the prefix cache too."""
+    prompt = prompt[: server.facts.max_prompt_tokens - 1]
+    plain = await server.best_two(link, prompt, 1.0)
+    scaled = dict(await server.best_two(link, prompt, CANARY_TEMPERATURE))
+    (best, logprob), (second, other) = plain
+    anew = (await server.forced(link, [*prompt, best]))[-1]
+    if not abs(anew - logprob) <= MAX_GAPS[canary.limits]:
+        raise InputRefused(
+            f"{link.url}: its next token after a cached prefix has log-probability {logprob:.4g}, computed anew {anew:.4g}; "
+            "the prefix cache is of other weights: flush it, or restart the server"
+        )
+    if best not in scaled or second not in scaled:  # a tie in the server's precision tells nothing
+        return 0.0, 0.0
+    return logprob - other, scaled[best] - scaled[second]

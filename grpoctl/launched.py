@@ -1,0 +1,38 @@
+"""Which of several processes of one stage this is, by the variables that torchrun, deepspeed and grpoctl itself set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Final
+
+RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STARTED_BY: Final = "GRPOCTL_STARTED_BY"
+"""Set in the processes that `runtime.num_processes` starts: the id of the one that started them and speaks for them."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def is_launched() -> bool:
+    """Return whether a launcher started this process as one of a group, be it a group of one."""
+    return all(name in os.environ for name in RANK_VARIABLES)
+
+
+def rank() -> int:
+    """Return this process's number in its group, 0 without one."""
+    return int(os.environ["RANK"]) if is_launched() else 0
+
+
+def has_speaker() -> bool:
+    """Return whether the process that started this one prints results and errors in its place."""
+    return STARTED_BY in os.environ
+
+
+def die_with_starter() -> None:
+    """Have the kernel end this process when the one that started it is killed (Linux)."""
+    if not has_speaker() or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[STARTED_BY]):  # killed before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,129 @@
+"""Run a stage on several processes of this machine: start them, pass signals on, and speak for them.
+
+Each is the stage's own command with the variables that torchrun would set, so there is one path for all launchers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from grpoctl import launched
+from grpoctl.artifacts import Work, committed
+from grpoctl.config import Section
+from grpoctl.errors import PeerFailed
+from grpoctl.stages.base import Context, StageResult, StopFlag
+
+POLL_SECONDS: Final = 0.05
+GRACE_SECONDS: Final = 15.0
+"""How long the others may take to notice that a process failed."""
+KEPT_VARIABLES: Final = ("GRPOCTL_CACHE",)
+WORST_FIRST: Final = (1, 2, 3, 4, 5, 6, 130, 143, 75)
+"""Which of several exit codes tells what happened: 75 is also what the others get when one dies."""
+
+
+def needs_processes(num_processes: int, *, engine: str) -> bool:
+    """Return whether a stage has to start processes: several are asked for, or its engine needs a group of its own."""
+    return not launched.is_launched() and (num_processes > 1 or engine == "deepspeed")
+
+
+def run_in_processes(stage: str, job: Any, context: Context, work: Work) -> StageResult:
+    """Run a stage in `runtime.num_processes` processes and return the first one's result.
+
+    Raises:
+        PeerFailed: a process failed; with the message and exit code of the one that failed first.
+    """
+    count: int = job.runtime.num_processes
+    with tempfile.TemporaryDirectory(prefix="grpoctl-") as folder:
+        records = [Path(folder) / f"{rank}.json" for rank in range(count)]
+        port = _free_port()
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, record in enumerate(records):
+                command = [*_command(stage, job, context), "--json", "--result-file", str(record)]
+                variables = _environment(rank, count, port)
+                children.append(
+                    subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
+                )
+            _wait(children, context.stop)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        codes = [_exit_code(child) for child in children]
+        if any(codes):
+            raise _failure(stage, codes, records)
+        answer = json.loads(records[0].read_bytes())
+    return StageResult(
+        stage=stage, out=answer["out"], state=answer["state"], artifact=committed(job.out, work), facts=answer["facts"]
+    )
+
+
+def _command(stage: str, job: Section, context: Context) -> list[str]:
+    """Return the command line that says the whole job, so that neither files nor variables are read again."""
+    command = [sys.executable, "-m", "grpoctl", stage]
+    for name, value in job.model_dump(mode="json").items():
+        command += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    if context.shards is not None:
+        command += ["--shards", f"{context.shards.first}-{context.shards.last}/{context.shards.total}"]
+    return command
+
+
+def _environment(rank: int, count: int, port: int) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("GRPOCTL_") or name in KEPT_VARIABLES
+    }
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    return kept | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        launched.STARTED_BY: str(os.getpid()),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], stop: StopFlag) -> None:
+    """Return when all have ended, or a while after one failed."""
+    passed_on, failed_at = False, None
+    while any(child.poll() is None for child in children):
+        if stop.signal_number is not None and not passed_on:
+            passed_on = True
+            for child in children:
+                child.send_signal(stop.signal_number)
+        if failed_at is None and any(child.returncode not in (None, 0) for child in children):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _exit_code(child: subprocess.Popen[bytes]) -> int:
+    """Return the exit code; a process that was killed (by the kernel, for memory) asks to be tried again."""
+    return 75 if child.returncode < 0 else child.returncode
+
+
+def _failure(stage: str, codes: Sequence[int], records: Sequence[Path]) -> PeerFailed:
+    failed = [rank for rank, code in enumerate(codes) if code]
+    worst = min(failed, key=lambda rank: (WORST_FIRST.index(codes[rank]) if codes[rank] in WORST_FIRST else 0, rank))
+    if records[worst].is_file():
+        message = json.loads(records[worst].read_bytes())["error"]
+    else:
+        message = f"{stage}: process {worst} of {len(codes)} ended without a message (see above); nothing was committed"
+    return PeerFailed(message, exit_code=codes[worst])
