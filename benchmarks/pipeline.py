@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpoctl.config import PipelineConfig
+from grpoctl.jobs import PipelineConfig
 from grpoctl.pipeline import Pipeline
 from grpoctl.settings import load_job
 from grpoctl.stages.base import Context

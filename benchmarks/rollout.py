@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpoctl.config import RolloutJob
+from grpoctl.jobs import RolloutJob
 from grpoctl.policies import open_policy
 from grpoctl.settings import load_job
 from grpoctl.stages import rollout

@@ -19,8 +19,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from grpoctl import launched
-from grpoctl.config import JOBS, PipelineConfig, Section
+from grpoctl.config import Section
 from grpoctl.errors import GrpoctlError, PeerFailed, UsageError
+from grpoctl.jobs import JOBS, PipelineConfig
 from grpoctl.settings import FlagField, flag_fields, load_job
 
 log = logging.getLogger("grpoctl")

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from grpoctl.artifacts import Artifact, differences, read_manifest
-from grpoctl.config import LogprobJob, PipelineConfig, RolloutJob, ScoreJob, Section, SyncJob, UpdateJob
+from grpoctl.config import Section
 from grpoctl.errors import Conflict, InputRefused, UsageError
+from grpoctl.jobs import LogprobJob, PipelineConfig, RolloutJob, ScoreJob, SyncJob, UpdateJob
 from grpoctl.policies import POLICY_RECORD, open_policy
 from grpoctl.schema.canonical import canonical_json
 from grpoctl.stages import logprob, rollout, score, sync, update

@@ -22,8 +22,9 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, SequenceNode
 
-from grpoctl.config import JOBS, Flag, PipelineConfig, Section
+from grpoctl.config import Flag, Section
 from grpoctl.errors import UsageError
+from grpoctl.jobs import JOBS, PipelineConfig
 
 PREFIX: Final = "GRPOCTL_"
 KeyPath = tuple[str | int, ...]

@@ -17,8 +17,9 @@ from typing import Any, Final, TextIO
 
 from grpoctl import errors
 from grpoctl.artifacts import read_manifest
-from grpoctl.config import JOBS, Section
+from grpoctl.config import Section
 from grpoctl.errors import GrpoctlError, Interrupted, TryAgain, UsageError
+from grpoctl.jobs import JOBS
 from grpoctl.stages.base import Context, StageResult
 
 POLL_SECONDS: Final = 0.2

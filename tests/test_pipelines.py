@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpoctl.builtin.fetch_smollm2 import write_prompts
-from grpoctl.config import PipelineConfig, RewardConfig
+from grpoctl.config import RewardConfig
+from grpoctl.jobs import PipelineConfig
 from grpoctl.settings import load_job
 
 REPOSITORY = Path(__file__).parent.parent

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from grpoctl.artifacts import Artifact, read_manifest
-from grpoctl.config import UpdateConfig, UpdateJob
+from grpoctl.config import UpdateConfig
 from grpoctl.engines.base import OptimizerSettings
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
+from grpoctl.jobs import UpdateJob
 from grpoctl.settings import load_job
 from grpoctl.stages import update
 from grpoctl.stages.base import Context

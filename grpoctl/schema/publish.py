@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from grpoctl.config import Flag, Gate, PipelineConfig, RewardModelConfig, Section
+from grpoctl.config import Flag, Gate, RewardModelConfig, Section
+from grpoctl.jobs import PipelineConfig
 from grpoctl.schema.manifest import Manifest, PolicyRecord, Shard
 from grpoctl.schema.tables import TABLES
 
@@ -39,7 +40,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Rendered from `grpoctl/config.py` by `python -m grpoctl.schema.publish`; do not edit.",
+        "Rendered from `grpoctl/config.py` and `grpoctl/jobs.py` by `python -m grpoctl.schema.publish`; do not edit.",
         "",
         "A setting is given as a flag, as `--set key=value`, as the environment variable `GRPOCTL_` + key in capitals with",
         "`__` for each dot (`GRPOCTL_UPDATE__LR`), or in a pipeline-shaped YAML file; the first of these that names it wins.",

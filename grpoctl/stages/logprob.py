@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
-from grpoctl.config import LogprobJob, defining
+from grpoctl.config import defining
 from grpoctl.engines.base import FloatVector
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.jobs import LogprobJob
 from grpoctl.policies import Policy, open_policy
 from grpoctl.schema.manifest import RowAccounting, Sampling, Shard
 from grpoctl.schema.tables import LOGPROBS

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from grpoctl.algorithms.seeds import identity_order, identity_seed
-from grpoctl.config import RewardModelJob, defining
+from grpoctl.config import defining
 from grpoctl.engines.base import OptimizerSettings, TokenIds
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.jobs import RewardModelJob
 from grpoctl.policies import Policy, open_policy
 from grpoctl.preferences import Pair, PreferenceSet, Text, load_preferences
 from grpoctl.reward_models import is_reward_model

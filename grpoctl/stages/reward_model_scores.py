@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from grpoctl.artifacts import Artifact
-from grpoctl.config import ScoreJob
 from grpoctl.engines.base import TokenIds
 from grpoctl.errors import InputRefused
+from grpoctl.jobs import ScoreJob
 from grpoctl.reward_models import TEXT_RULES, RewardModelFolder, open_reward_model
 from grpoctl.rewards.sample import RewardOutcome, RewardSample
 from grpoctl.stages.base import Context, memory_errors

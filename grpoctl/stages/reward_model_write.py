@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from grpoctl.artifacts import conflict
-from grpoctl.config import RewardModelJob
 from grpoctl.errors import Conflict, InputRefused, TryAgain
+from grpoctl.jobs import RewardModelJob
 from grpoctl.policies import Policy, policy_files, tokenizer_digest, weights_digest
 from grpoctl.reward_models import REWARD_MODEL_RECORD, RewardModelRecord, parsed_record
 from grpoctl.schema.canonical import sha256_json

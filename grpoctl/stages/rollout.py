@@ -14,10 +14,11 @@ import pyarrow as pa
 
 from grpoctl.algorithms.seeds import identity_order, identity_seed
 from grpoctl.artifacts import ArtifactWriter, Work
-from grpoctl.config import RolloutJob, defining
+from grpoctl.config import defining
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.jobs import RolloutJob
 from grpoctl.policies import Policy, open_policy
 from grpoctl.prompts import PromptSet, load_prompts
 from grpoctl.schema.canonical import canonical_json

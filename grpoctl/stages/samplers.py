@@ -11,10 +11,10 @@ import json
 import logging
 from typing import Any, Final
 
-from grpoctl.config import RolloutJob
 from grpoctl.engines.base import Sampler, VllmSettings
 from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import InputRefused, UsageError
+from grpoctl.jobs import RolloutJob
 from grpoctl.policies import PROBE_RECORD, Policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context, set_threads

@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from grpoctl.algorithms.advantages import advantages, token_advantages
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
-from grpoctl.config import RewardConfig, ScoreJob, defining
+from grpoctl.config import RewardConfig, defining
 from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.jobs import ScoreJob
 from grpoctl.prompts import ROW_FIELD, column_names
 from grpoctl.rewards.inputs import RewardReference, check_columns
 from grpoctl.rewards.reference import resolve_reward

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from grpoctl.artifacts import Artifact
-from grpoctl.config import ScoreJob
 from grpoctl.errors import GateFailed, PluginFailed
+from grpoctl.jobs import ScoreJob
 from grpoctl.rewards.sample import FAILED_STATUSES
 from grpoctl.schema.manifest import RowAccounting, Shard
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from grpoctl.artifacts import Artifact, open_artifact
-from grpoctl.config import SyncJob
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
+from grpoctl.jobs import SyncJob
 from grpoctl.policies import POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
 from grpoctl.schema.manifest import PolicyRecord
 from grpoctl.stages.base import Context, StageResult, check_outside, set_threads

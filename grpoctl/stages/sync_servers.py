@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from grpoctl.config import SyncJob
 from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import InputRefused, TryAgain
+from grpoctl.jobs import SyncJob
 from grpoctl.policies import open_policy
 from grpoctl.stages.base import Context
 from grpoctl.storage import Location

@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 from grpoctl.artifacts import Work, open_artifact
-from grpoctl.config import UpdateJob, defining
+from grpoctl.config import defining
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused
+from grpoctl.jobs import UpdateJob
 from grpoctl.policies import Policy, open_policy
 from grpoctl.schema.manifest import PolicyIdentity
 from grpoctl.schema.tables import STEPS

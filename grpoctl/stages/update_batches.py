@@ -10,9 +10,9 @@ import numpy as np
 
 from grpoctl.algorithms.seeds import identity_order
 from grpoctl.artifacts import Artifact
-from grpoctl.config import UpdateJob
 from grpoctl.engines.base import FloatVector
 from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.jobs import UpdateJob
 from grpoctl.stages.joins import require_same_rows
 from grpoctl.stages.rows import TOKEN_COLUMNS, TokenRows, float_lists, token_rows
 

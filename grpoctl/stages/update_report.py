@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from grpoctl.config import UpdateJob
 from grpoctl.errors import GateFailed
+from grpoctl.jobs import UpdateJob
 from grpoctl.stages.update_step import Step, StepSums
 from grpoctl.storage import locate, write_bytes
 

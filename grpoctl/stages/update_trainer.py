@@ -8,8 +8,8 @@ from typing import Any
 
 from grpoctl.algorithms.seeds import identity_seed
 from grpoctl.artifacts import Artifact
-from grpoctl.config import UpdateJob
 from grpoctl.errors import InputRefused
+from grpoctl.jobs import UpdateJob
 from grpoctl.policies import Policy, open_policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context

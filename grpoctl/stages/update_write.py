@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, parquet_bytes
-from grpoctl.config import UpdateJob
 from grpoctl.engines.ranks import ALONE, Ranks
 from grpoctl.errors import GateFailed
+from grpoctl.jobs import UpdateJob
 from grpoctl.policies import POLICY_RECORD, PROBE_RECORD, Policy, policy_files, weights_digest
 from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord, RowAccounting
 from grpoctl.schema.tables import STEPS, TOKEN_STATS

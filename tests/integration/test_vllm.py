@@ -18,7 +18,6 @@ from addition import QUICKSTART, addition_prompts
 from grpoctl.artifacts import open_artifact
 from grpoctl.schema.tables import ROLLOUTS
 
-
 pytestmark = pytest.mark.integration
 ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
