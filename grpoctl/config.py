@@ -96,7 +96,7 @@ class RolloutConfig(Section):
     """Token ids that end a completion, besides the model's own."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
     """Completions that hit max_new_tokens: train on them, mask all their tokens, or fail the row."""
-    max_truncated_ratio: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 1.0
+    max_truncated_ratio: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 0.95
     """Share of completions that may hit max_new_tokens; above it the stage fails (exit 4); above 0.5 it warns."""
     failed_budget: Annotated[float, Field(ge=0.0, le=1.0), GATE] = 0.0
     """Share of rows that may fail in the engine (aborted, log-probability missing or not finite)."""

@@ -126,6 +126,10 @@ class Pipeline:
                     f"--from {self.origin.run_dir}/iter-{self.origin.iteration:06d}: iterations is {self.config.iterations}, so "
                     f"the last one is {self.config.iterations - 1}; raise --iterations or name an earlier one"
                 )
+            if read_if_there(locate(self.origin.run_dir).child(f"iter-{self.origin.iteration:06d}/{LOCK}")) is None:
+                raise InputRefused(
+                    f"--from {self.origin.run_dir}: has no iteration {self.origin.iteration}; see its status"
+                )
             facts = {"run_dir": self.origin.run_dir, "iteration": self.origin.iteration, "stage": self.origin.stage}
             create_exclusively(place, json.dumps(facts).encode())
         return self.origin

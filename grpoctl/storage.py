@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -190,6 +191,8 @@ def _local_temporary(location: Location, data: bytes) -> str:
     folder = Path(location.path).parent
     folder.mkdir(parents=True, exist_ok=True)
     temporary = str(folder / f".tmp-{uuid.uuid4().hex}")
+    if shutil.disk_usage(folder).free < len(data):
+        raise OSError(errno.ENOSPC, "No space left on device")
     try:
         with open(temporary, "wb") as file:
             file.write(data)

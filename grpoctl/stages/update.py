@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from grpoctl.artifacts import Work, open_artifact
@@ -64,7 +65,7 @@ def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, Upda
         stage="update",
         table=STEPS,
         definition=_definition(job, inputs),
-        config=job.model_dump(mode="json"),
+        config={**job.model_dump(mode="json"), "policy": _lasting(job.policy)},
         parents=_parents(inputs),
     )
     done = already_done(job.out, work)
@@ -82,6 +83,11 @@ def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, Upda
         steps = job.update.epochs * num_mini_batches(data, job, group_size=_group_size(inputs))
         return planned(job.out, work, num_steps=steps, num_completions=len(data.trainable))
     return work, inputs, data
+
+
+def _lasting(ref: str) -> str:
+    """Return a REF that sync finds again from another working directory."""
+    return str(Path(ref).resolve()) if "://" not in ref and Path(ref).exists() else ref
 
 
 def _open(job: UpdateJob) -> UpdateInputs:

@@ -84,7 +84,9 @@ def write_update(
         _check(job, trained.steps, probe)
     with (
         storage_errors(locate(job.out)),
-        tempfile.TemporaryDirectory(dir=_scratch(job.out) if ranks.is_first else None, prefix=".tmp-update-") as scratch,
+        tempfile.TemporaryDirectory(
+            dir=_scratch(job.out) if ranks.is_first else None, prefix=".tmp-update-"
+        ) as scratch,
     ):
         folder = Path(scratch)
         trained.trainer.export(folder / "policy", adapter=folder / ADAPTER)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -112,7 +113,7 @@ def test_vllm_draws_the_same_from_the_same_seeds(vllm: Engine, prompts: Path, tm
 
 
 def test_a_full_context_and_a_prompt_of_context_less_one(server: Engine, tmp_path: Path) -> None:
-    texts = ["1" * (CONTEXT - 1), "1" * (CONTEXT - 24), "1"]  # every digit is a token of its own
+    texts = ["," * (CONTEXT - 1), "," * (CONTEXT - 24), ","]  # a token each, and the policy doesn't end after them
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "p.parquet")
     options = ("--group-size", 2, "--set", "prompts.cap_to_context=true")
     done(*rollout(server, tmp_path / "p.parquet", tmp_path / "r", *options))
@@ -294,7 +295,7 @@ def _record(update: Path) -> dict[str, Any]:
 
     record = json.loads((update / "policy/grpoctl_policy.json").read_text())
     parent = open_policy("builtin:tiny")
-    return record | {"version": 0, "weights_digest": parent.weights_digest, "parent_digest": None, "consumed": []}
+    return record | {"version": 0, "weights_digest": parent.weights_digest, "parent_digest": "", "consumed": []}
 
 
 def test_vllm_with_a_tied_embedding_keeps_its_old_head_and_is_caught(logs: Path, update: Path, tmp_path: Path) -> None:
@@ -337,6 +338,8 @@ def test_sync_loads_an_untied_policy_into_vllm(logs: Path, prompts: Path, tmp_pa
 
 def test_a_pipeline_runs_on_a_server_that_sync_keeps_current(sglang: Engine, tmp_path: Path) -> None:
     """Three iterations; every later rollout must match the recomputed log-probabilities of its own policy."""
+    restart = {"model_path": str(TINY), "weight_version": "default", "flush_cache": True}
+    httpx.post(f"{sglang.url}/update_weights_from_disk", json=restart, timeout=60).raise_for_status()
     command = [
         sys.executable, "-m", "grpoctl", "run", QUICKSTART, "--run-dir", str(tmp_path / "run"), "--iterations", "3",
         "--server", sglang.url, "--set", "rollout.engine=server", "--set", "update.lr=1e-3", "--json",

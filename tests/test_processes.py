@@ -1,0 +1,68 @@
+"""Stages shared by two processes: the same numbers, the same files, one voice."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpoctl.artifacts import read_manifest
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+TWO = ["--set", "runtime.num_processes=2"]
+
+
+def grpoctl(*words: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    result = subprocess.run(
+        [sys.executable, "-m", "grpoctl", *words, "--json"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == code, result.stderr[-3000:]
+    return json.loads(result.stdout), result.stderr
+
+
+def test_logprob_on_two_processes_is_bit_identical(small_run: Path, tmp_path: Path) -> None:
+    folder = small_run / "iter-000000"
+    words = ["--rollouts", str(folder / "rollouts"), "--policy", "builtin:tiny", "--reference", "builtin:tiny"]
+    record, _ = grpoctl("logprob", *words, "--set", "logprob.entropy=true", "--out", str(tmp_path / "a"), *TWO)
+    one = read_manifest(str(folder / "logprobs"))
+    assert one is not None and record["content_digest"] == one.manifest.content_digest
+
+
+@pytest.mark.slow
+def test_update_on_two_processes_takes_the_same_steps(small_run: Path, tmp_path: Path) -> None:
+    folder = small_run / "iter-000000"
+    inputs = [word for name in ("rollouts", "scores", "logprobs") for word in (f"--{name}", str(folder / name))]
+    words = ["update", *inputs, "--lr", "1e-3", "--set", "update.mini_batch_size=16", "--set", "update.adam_eps=1e-6"]
+    (one, _), (two, told) = (grpoctl(*words, "--out", str(tmp_path / name), *more) for name, more in (("1", []), ("2", TWO)))
+    assert one["fingerprint"] == two["fingerprint"]
+    assert two["facts"]["first_ratio_max_gap"] == 0.0
+    assert two["facts"]["loss"] == pytest.approx(one["facts"]["loss"], rel=1e-5)
+    assert told.count("builtin:tiny") == 1  # the first process alone speaks
+    for file in ("policy/model.safetensors", "trainer_state/optimizer.safetensors"):
+        ours, theirs = (load_file(str(tmp_path / name / file)) for name in ("1", "2"))
+        assert set(ours) == set(theirs)
+        moved = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
+        assert (moved / sum(float(value.double().square().sum()) for value in ours.values())) ** 0.5 < 1e-5
+        assert all(torch.isfinite(value).all() for value in theirs.values())
+
+
+def test_a_refused_input_has_one_message_and_its_exit_code(small_run: Path, tmp_path: Path) -> None:
+    rollouts = str(small_run / "iter-000000/rollouts")
+    record, told = grpoctl("update", "--rollouts", rollouts, "--scores", rollouts, "--out", str(tmp_path), *TWO, code=3)
+    assert record["exit_code"] == 3
+    assert told.count("error:") == 1
+
+
+@pytest.mark.parametrize("stage", ["rollout", "score", "sync"])
+def test_other_stages_refuse_to_be_launched_as_a_group(stage: str) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "grpoctl", stage], env={**ENVIRONMENT, **variables}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert f"{stage} runs as one process; only logprob and update are started by torchrun" in result.stderr
