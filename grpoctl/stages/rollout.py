@@ -323,6 +323,7 @@ def _counts(rows: Sequence[_Row]) -> dict[str, int]:
 
 def _stats(rows: Sequence[_Row]) -> dict[str, Any]:
     return {
+        "end_only": sum(row.sample.finish_reason == "stop" and len(row.sample.completion_ids) == 1 for row in rows),
         "truncated": sum(row.sample.finish_reason == "length" for row in rows),
         "prompt_tokens": sum(row.num_prompt_tokens for row in rows),
         "completion_tokens": sum(len(row.sample.completion_ids) for row in rows),
@@ -357,6 +358,7 @@ def _summary(shards: Sequence[Shard], job: RolloutJob) -> dict[str, Any]:
     return {
         "num_completions": total,
         "num_empty": sum(shard.counts["empty"] for shard in shards),
+        "num_end_only": sum(shard.stats["end_only"] for shard in shards),
         "mean_completion_tokens": tokens / total,
         "truncated_ratio": truncated,
         "mean_logprob": sum(shard.stats["logprob_sum"] for shard in shards) / max(1, tokens),
