@@ -23,7 +23,7 @@ $(ENVS)/%/.installed: tests/integration/make_envs.sh
 	tests/integration/make_envs.sh $* $(ENVS)/$*
 	touch $@
 
-test-integration: $(VENV)/.installed-dev env-vllm env-sglang
+test-integration: $(VENV)/.installed-integration env-vllm env-sglang
 	GRPOCTL_VLLM_PYTHON=$${GRPOCTL_VLLM_PYTHON:-$(abspath $(ENVS))/vllm/bin/python} \
 	GRPOCTL_SGLANG_PYTHON=$${GRPOCTL_SGLANG_PYTHON:-$(abspath $(ENVS))/sglang/bin/python} \
 	$(BIN)/python -m pytest -m integration
@@ -48,6 +48,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[torch,math,s3,server,dev]"
 	$(PIP) --no-deps trl==1.16.0 verl==0.9.1  # their reward functions run through the adapters; no-deps keeps our torch
 	command -v bwrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap; }  # sandbox of the code reward
+	touch $@
+
+$(VENV)/.installed-integration: $(VENV)/.installed-dev
+	DS_BUILD_OPS=0 $(PIP) --editable ".[deepspeed]"
 	touch $@
 
 clean:

@@ -82,7 +82,8 @@ def layouts(num_processes: int) -> list[Layout]:
         Layout(num_processes=num_processes, micro_batches=count, **kind) for kind in kinds for count in sorted(BUDGETS)
     ]
     result += [
-        Layout(num_processes=num_processes, micro_batches=4, checkpointing=True, **kind) for kind in (kinds[0], kinds[4])
+        Layout(num_processes=num_processes, micro_batches=4, checkpointing=True, **kind)
+        for kind in (kinds[0], kinds[4])
     ]
     return result + [
         Layout(num_processes=num_processes, micro_batches=4, dtype="bfloat16", **kind)

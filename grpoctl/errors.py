@@ -60,6 +60,6 @@ class Interrupted(GrpoctlError):
 class PeerFailed(GrpoctlError):
     """Another process of the same stage failed; carries that one's exit code."""
 
-    def __init__(self, message: str, *, exit_code: int) -> None:
+    def __init__(self, message: str, *, exit_code: int = 75) -> None:
         super().__init__(message)
         self.exit_code = exit_code

@@ -171,5 +171,5 @@ def test_other_adapter_settings_are_refused(lora_run: Path, tmp_path: Path) -> N
 
 
 def test_whole_weights_do_not_continue_from_adapters(lora_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="optimizer state for .*lora_A.*which this model lacks"):
+    with pytest.raises(InputRefused, match=r"optimizer state for .*lora_A.*which this model lacks"):
         rerun(lora_run, tmp_path / "a", "update.lora.rank=0")

@@ -19,7 +19,11 @@ TWO = ["--set", "runtime.num_processes=2"]
 
 def grpoctl(*words: str, code: int = 0) -> tuple[dict[str, Any], str]:
     result = subprocess.run(
-        [sys.executable, "-m", "grpoctl", *words, "--json"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "grpoctl", *words, "--json"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == code, result.stderr[-3000:]
     return json.loads(result.stdout), result.stderr
@@ -38,7 +42,9 @@ def test_update_on_two_processes_takes_the_same_steps(small_run: Path, tmp_path:
     folder = small_run / "iter-000000"
     inputs = [word for name in ("rollouts", "scores", "logprobs") for word in (f"--{name}", str(folder / name))]
     words = ["update", *inputs, "--lr", "1e-3", "--set", "update.mini_batch_size=16", "--set", "update.adam_eps=1e-6"]
-    (one, _), (two, told) = (grpoctl(*words, "--out", str(tmp_path / name), *more) for name, more in (("1", []), ("2", TWO)))
+    (one, _), (two, told) = (
+        grpoctl(*words, "--out", str(tmp_path / name), *more) for name, more in (("1", []), ("2", TWO))
+    )
     assert one["fingerprint"] == two["fingerprint"]
     assert two["facts"]["first_ratio_max_gap"] == 0.0
     assert two["facts"]["loss"] == pytest.approx(one["facts"]["loss"], rel=1e-5)
@@ -62,7 +68,11 @@ def test_a_refused_input_has_one_message_and_its_exit_code(small_run: Path, tmp_
 def test_other_stages_refuse_to_be_launched_as_a_group(stage: str) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "grpoctl", stage], env={**ENVIRONMENT, **variables}, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "grpoctl", stage],
+        env={**ENVIRONMENT, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 2
     assert f"{stage} runs as one process; only logprob and update are started by torchrun" in result.stderr

@@ -24,10 +24,12 @@ from grpoctl.engines.server_load import load_policy_into
 from grpoctl.engines.server_protocol import ServerFacts
 from grpoctl.engines.server_sampler import ServerSampler, ServerSettings
 from grpoctl.engines.server_sglang import SglangServer
+from grpoctl.engines.server_vllm import VllmServer
 from grpoctl.engines.tokenizer import Tokenizer
 from grpoctl.errors import GateFailed, GrpoctlError, InputRefused, TryAgain
 
 RECORDED = json.loads((Path(__file__).parent / "data/sglang-0.5.23.json").read_text())
+RECORDED_VLLM = json.loads((Path(__file__).parent / "data/vllm-0.32.0.json").read_text())
 TOKENIZER = Tokenizer(
     inner=None, folder=Path(), eos_ids=(EOS,), pad_id=0, context_tokens=64, vocab_size=VOCAB_SIZE
 )  # fmt: skip
@@ -131,6 +133,74 @@ def test_a_recorded_abort_fails_the_row() -> None:
 def test_a_recorded_completion_across_two_weight_versions_fails_the_row() -> None:
     sample = replayed("midflight_retract", weights="v1")
     assert sample.error == "sampled under weights default, v1, not v1 alone"
+
+
+class VllmReplay:
+    """A link that gives vLLM's recorded answers and keeps what was asked."""
+
+    url = "http://recorded"
+
+    def __init__(self, name: str, **changes: Any) -> None:
+        call = RECORDED_VLLM[name]
+        choice = call["response"]["choices"][0] | changes
+        self.prompt = call["prompt"]
+        self.answer = call["response"] | {"choices": [choice]}
+        self.asked: dict[str, Any] = {}
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the recorded answer."""
+        self.asked = body
+        assert (path, body["prompt"]) == ("/v1/completions", self.prompt)
+        return self.answer
+
+
+def vllm_server() -> VllmServer:
+    facts = ServerFacts(
+        program="vllm", version="0.32.0", model="tiny", weight_version="default", dtype="float32",
+        max_prompt_tokens=1023, max_total_tokens=1024,
+    )  # fmt: skip
+    return VllmServer(facts, (EOS,))
+
+
+def vllm_sample(link: VllmReplay) -> Sample:
+    request = SampleRequest(prompt_ids=np.asarray(link.prompt, dtype=np.int32), seed=7, max_new_tokens=4)
+    return asyncio.run(vllm_server().sample(link, request, settings(temperature=0.5)))  # type: ignore[arg-type]
+
+
+def test_a_recorded_vllm_completion_keeps_ids_and_logprobs() -> None:
+    link = VllmReplay("single")
+    sample = vllm_sample(link)
+    assert sample.completion_ids.tolist() == [12, 13, 20, 12]
+    np.testing.assert_allclose(sample.logprobs, [-0.177976027, -0.008005438, -0.214701667, 0.0], rtol=1e-6)
+    assert (sample.finish_reason, sample.error) == ("length", None)
+    sent = {name: link.asked[name] for name in ("seed", "temperature", "top_p", "top_k", "repetition_penalty", "n")}
+    assert sent == {"seed": 7, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "n": 1}
+
+
+def test_recorded_vllm_prompt_logprobs_are_of_the_given_ids() -> None:
+    link = VllmReplay("forced")
+    found = asyncio.run(vllm_server().forced(link, link.prompt))  # type: ignore[arg-type]
+    np.testing.assert_allclose(found[:2] + found[-1:], [-7.584816933, -8.141861916, -13.608008385], rtol=1e-6)
+    assert len(found) == 7
+
+
+def test_minus_infinity_from_vllm_fails_the_row() -> None:
+    logprobs = RECORDED_VLLM["single"]["response"]["choices"][0]["logprobs"]
+    sample = vllm_sample(VllmReplay("single", logprobs=logprobs | {"token_logprobs": [-0.1, -9999.0, -0.2, -0.3]}))
+    assert sample.error == "the server gave 3 log-probabilities for 4 tokens"
+    assert np.isnan(sample.logprobs[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": None}, r"gives no token ids; grpoctl needs vLLM ≥ 0\.10\.2"),
+        ({"prompt_token_ids": [2, 10, 20]}, "changed the prompt's ids"),
+    ],
+)
+def test_a_vllm_that_hides_or_changes_ids_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputRefused, match=message):
+        vllm_sample(VllmReplay("single", **changes))
 
 
 # every request is answered once, in its place

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import zipfile
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +112,15 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     # Known to transformers 4 as well, unlike the class that 5 writes; GPT2Tokenizer would drop the pre-tokenizer in 5.
-    path.write_text(
-        json.dumps({**json.loads(path.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
-    )
+    settings = {**json.loads(path.read_bytes()), "tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2) + "\n")
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors leaves 0600, which another user's job can't read
 
 
 def write_prompts(path: Path) -> None:
     """Write all 100 sums of two digits as few-shot text, with id and right answer."""
-    pairs = list(product(range(10), repeat=2))
+    pairs = [(left, right) for left in range(10) for right in range(10)]
     columns = {
         "prompt_id": [f"add-{left}-{right}" for left, right in pairs],
         "prompt": [f"{EXAMPLES}{left}+{right}=" for left, right in pairs],

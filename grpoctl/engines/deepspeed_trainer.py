@@ -119,7 +119,9 @@ class DeepSpeedTrainer:
             parameter = self._parameters[name]
             if self.stage == 0:
                 return self._states[parameter][kind]
-            return safe_get_full_optimizer_state(parameter, kind)
+            found = safe_get_full_optimizer_state(parameter, kind)
+            assert found is not None
+            return found
 
         shapes = {name: _shape(self._parameters[name]) for name in names}
         write_state(folder, shapes, dict.fromkeys(names, count), moment, ranks=self.ranks)

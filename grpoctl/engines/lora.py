@@ -64,7 +64,9 @@ def attach(policy: Any, adapters: Adapters, *, seed: int) -> None:
     try:
         inject_adapter_in_model(_peft_config(adapters), policy.module)
     except ValueError as error:
-        raise UsageError(f"update.lora.targets {list(adapters.config.targets)}: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"update.lora.targets {list(adapters.config.targets)}: {str(error).splitlines()[0]}"
+        ) from error
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     for name, parameter in sorted(policy.module.named_parameters()):
         if ".lora_A." in name:

@@ -91,7 +91,8 @@ class Shard:
                 await self._changed.wait()
                 if self._failure is not None:
                     raise self._failure
-                if not any(replica.live for replica in self._replicas) and not self._recovering:
+                alive = any(replica.live for replica in self._replicas) or self._recovering
+                if not alive and len(self._results) < len(self._requests):
                     shown = "; ".join(f"{url}: {reason}" for url, reason in self._reasons.items())
                     raise TryAgain(f"no server is left ({shown}); finished shards are kept, rerun to continue")
         finally:

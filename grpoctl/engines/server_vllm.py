@@ -124,7 +124,8 @@ class VllmServer:
             await link.post("/reset_prefix_cache", {})
         finally:
             await link.post("/resume", {})
-        await link.post("/update_weight_version", {"new_version": version})
+        if self.facts.weight_version is not None:  # older versions name no weights
+            await link.post("/update_weight_version", {"new_version": version})
 
 
 def _token(name: str) -> int:

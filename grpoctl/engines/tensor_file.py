@@ -41,4 +41,4 @@ def write_tensors(
         file.write(text)
         for name, (given, tensor) in zip(sorted(shapes), tensors, strict=True):
             assert given == name and tuple(tensor.shape) == tuple(shapes[name]), f"{given} in the place of {name}"
-            file.write(memoryview(tensor.detach().to("cpu", torch.float32).contiguous().numpy()).cast("B"))
+            file.write(tensor.detach().to("cpu", torch.float32).flatten().numpy().data)

@@ -26,7 +26,7 @@ from grpoctl.storage import check_writable, locate
 
 log = logging.getLogger("grpoctl")
 Item = TypeVar("Item")
-PACKAGES: Final = ("torch", "transformers", "pyarrow", "numpy")
+PACKAGES: Final = ("torch", "transformers", "deepspeed", "peft", "pyarrow", "numpy")
 PROGRESS_SECONDS: Final = 30.0
 WARM_MODELS: Final = 2
 """Models kept in memory: the policy and the reference."""

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from grpoctl import launched
+from grpoctl import errors, launched
 from grpoctl.artifacts import Work, committed
 from grpoctl.config import Section
-from grpoctl.errors import PeerFailed
+from grpoctl.errors import GrpoctlError, Interrupted, PeerFailed
 from grpoctl.stages.base import Context, StageResult, StopFlag
 
 POLL_SECONDS: Final = 0.05
@@ -39,7 +39,7 @@ def run_in_processes(stage: str, job: Any, context: Context, work: Work) -> Stag
     """Run a stage in `runtime.num_processes` processes and return the first one's result.
 
     Raises:
-        PeerFailed: a process failed; with the message and exit code of the one that failed first.
+        GrpoctlError: a process failed; of the kind and with the message and exit code of the one that tells most.
     """
     count: int = job.runtime.num_processes
     with tempfile.TemporaryDirectory(prefix="grpoctl-") as folder:
@@ -119,11 +119,15 @@ def _exit_code(child: subprocess.Popen[bytes]) -> int:
     return 75 if child.returncode < 0 else child.returncode
 
 
-def _failure(stage: str, codes: Sequence[int], records: Sequence[Path]) -> PeerFailed:
+def _failure(stage: str, codes: Sequence[int], records: Sequence[Path]) -> GrpoctlError:
+    """Return the error of the process that tells what happened, of its kind and with its message."""
     failed = [rank for rank, code in enumerate(codes) if code]
     worst = min(failed, key=lambda rank: (WORST_FIRST.index(codes[rank]) if codes[rank] in WORST_FIRST else 0, rank))
-    if records[worst].is_file():
-        message = json.loads(records[worst].read_bytes())["error"]
-    else:
+    if not records[worst].is_file():
         message = f"{stage}: process {worst} of {len(codes)} ended without a message (see above); nothing was committed"
-    return PeerFailed(message, exit_code=codes[worst])
+        return PeerFailed(message, exit_code=codes[worst])
+    record = json.loads(records[worst].read_bytes())
+    if record["kind"] == "Interrupted":
+        return Interrupted(record["error"], signal_number=codes[worst] - 128)
+    kind = getattr(errors, record["kind"])
+    return PeerFailed(record["error"], exit_code=codes[worst]) if kind is PeerFailed else kind(record["error"])

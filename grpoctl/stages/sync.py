@@ -133,8 +133,8 @@ def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -
     gap = largest_gap(found, probe["logprobs"])
     if not gap <= job.sync.max_probe_gap:
         raise GateFailed(
-            f"{update.url}: the reloaded policy's log-probabilities differ by {gap:.3g} nats from the update engine's, limit "
-            f"{job.sync.max_probe_gap} (sync.max_probe_gap); these are not the trained weights"
+            f"{update.url}: the reloaded policy's log-probabilities differ by {gap:.3g} nats from the update engine's, "
+            f"limit {job.sync.max_probe_gap} (sync.max_probe_gap); these are not the trained weights"
         )
     return gap
 

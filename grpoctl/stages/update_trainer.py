@@ -67,10 +67,12 @@ def _taken(context: Context, policy: Policy, job: UpdateJob) -> Any:
 def keep_warm(job: UpdateJob, context: Context, trainer: Any, artifact: Artifact, digest: str) -> None:
     """Keep the trainer and its policy for the stages to come in this process, where they are what was committed.
 
-    Adapters beside frozen weights compute what the merged weights do but for rounding, so they aren't kept.
+    Adapters beside frozen weights compute what the merged weights do but for rounding, and layers that checkpoint
+    can't sample, so neither is kept.
     """
     committed = artifact.manifest.policy
-    if context.ranks.world_size > 1 or job.update.lora.rank or committed is None or committed.weights_digest != digest:
+    changed = job.update.lora.rank or job.runtime.activation_checkpointing
+    if context.ranks.world_size > 1 or changed or committed is None or committed.weights_digest != digest:
         return
     context.models[(digest, job.update.dtype, job.runtime.device)] = trainer.policy
     context.trainers[_warm_key(job, digest, artifact.manifest.content_digest)] = trainer
@@ -79,5 +81,4 @@ def keep_warm(job: UpdateJob, context: Context, trainer: Any, artifact: Artifact
 def _warm_key(job: UpdateJob, weights: str, state: str) -> str:
     names = ("beta1", "beta2", "adam_eps", "weight_decay", "grad_clip", "dtype", "engine")
     settings = {name: getattr(job.update, name) for name in names}
-    places = {"device": job.runtime.device, "activation_checkpointing": job.runtime.activation_checkpointing}
-    return sha256_json({"weights": weights, "state": state, **places, **settings})
+    return sha256_json({"weights": weights, "state": state, "device": job.runtime.device, **settings})

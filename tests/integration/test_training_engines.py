@@ -89,7 +89,7 @@ def test_torchrun_and_deepspeed_launch_what_grpoctl_launches(arguments: list[str
     assert by_torchrun["content_digest"] == own["content_digest"]
     zero = [*arguments, "--engine", "deepspeed", "--set", "runtime.deepspeed.zero_stage=1"]
     own = grpoctl(*zero, "--out", str(tmp_path / "zero"), "--set", "runtime.num_processes=2")
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", "--module", "grpoctl", *zero]
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--no_local_rank", "--num_accelerators", "2", "--module", "grpoctl", *zero]
     result = subprocess.run(
         [*command, "--out", str(tmp_path / "deepspeed"), "--result-file", str(tmp_path / "result.json")],
         env={**ENVIRONMENT, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False,
@@ -124,7 +124,16 @@ def test_a_gate_keeps_its_exit_code_and_message(arguments: list[str], tmp_path: 
 
 
 def test_a_signal_to_the_starter_stops_all_processes(arguments: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpoctl", *arguments, "--set", "runtime.num_processes=2", "--set", "update.epochs=500"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpoctl",
+        *arguments,
+        "--set",
+        "runtime.num_processes=2",
+        "--set",
+        "update.epochs=500",
+    ]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "a")], env=ENVIRONMENT, stderr=subprocess.PIPE)
     time.sleep(30)
     process.send_signal(signal.SIGTERM)

@@ -46,17 +46,20 @@ def test_what_the_file_says_of_offload_is_merged() -> None:
         ({"bf16": {"enabled": True}}, "bf16: it would round the master weights"),
         ({"fp16": {"enabled": True}}, "fp16: float16"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: is 3 there, 2"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer: runtime.deepspeed.offload"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer: runtime.deepspeed.offload",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_by_its_key(given: dict[str, Any], key: str) -> None:
-    with pytest.raises(UsageError, match="ds.json: ") as caught:
+    with pytest.raises(UsageError, match=r"ds\.json: ") as caught:
         merged(given)
     assert key in str(caught.value)
 
 
 def test_all_contradictions_are_named_at_once() -> None:
-    with pytest.raises(UsageError, match="train_batch_size.*gradient_clipping"):
+    with pytest.raises(UsageError, match=r"train_batch_size.*gradient_clipping"):
         merged({"gradient_clipping": 3.0, "train_batch_size": 64})
 
 
