@@ -211,7 +211,7 @@ def _context(values: dict[str, Any]) -> Any:
 
 def _run_stage(name: str, values: dict[str, Any]) -> None:
     launched.die_with_starter()
-    if launched.is_launched() and name not in SHARED_STAGES:
+    if launched.world_size() > 1 and name not in SHARED_STAGES:
         raise UsageError(f"{name} runs as one process; only {' and '.join(SHARED_STAGES)} are started by torchrun")
     job = load_job(JOBS[name], flags=values["flags"], sets=values["set"] or (), file=values["config"])
     if name in ("rollout", "update") and "policy" not in job.model_fields_set:
@@ -281,7 +281,7 @@ def _pipeline(values: dict[str, Any]) -> Any:
 def _run_pipeline(values: dict[str, Any]) -> None:
     from grpoctl.pipeline import reward_curve
 
-    if launched.is_launched():
+    if launched.world_size() > 1:
         raise UsageError("run starts its stages itself; set runtime.num_processes instead of starting it by torchrun")
     if values["dry_run"]:
         _plan(values)

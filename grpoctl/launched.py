@@ -24,6 +24,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
+def world_size() -> int:
+    """Return the number of processes of the group, 1 without one."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
 def has_speaker() -> bool:
     """Return whether the process that started this one prints results and errors in its place."""
     return STARTED_BY in os.environ

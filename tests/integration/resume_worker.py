@@ -1,5 +1,9 @@
-"""Two steps, saved, and two more, on every engine of one number of processes, from states of its own and of others."""
+"""Two steps, saved, and two more, on every engine of one number of processes, from states of its own and of others.
 
+And four steps with two in between that are dropped: one by the stage, one because its gradient isn't finite.
+"""
+
+import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +14,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -38,12 +43,24 @@ def trainer(engine: str, ranks: Ranks, scratch: Path, start: Path | None) -> Any
     return result
 
 
-def take(which: Any, data: TrainingRows, ranks: Ranks, numbers: range) -> None:
+def collect(which: Any, data: TrainingRows, ranks: Ranks, number: int) -> None:
     settings = StepSettings(config=UpdateConfig(kl_coef=0.05), temperature=1.0, norm_tokens=256, micro_batch_tokens=512)
+    rows = list(range(8 * number, 8 * number + 8))
+    Step(trainer=which, data=data, rows=rows, settings=settings, ranks=ranks).run()
+
+
+def take(which: Any, data: TrainingRows, ranks: Ranks, numbers: range) -> None:
     for number in numbers:
-        rows = list(range(8 * number, 8 * number + 8))
-        Step(trainer=which, data=data, rows=rows, settings=settings, ranks=ranks).run()
+        collect(which, data, ranks, number)
         assert which.step(1e-3) is not None
+
+
+def drop_two(which: Any, data: TrainingRows, ranks: Ranks) -> None:
+    collect(which, data, ranks, 3)
+    which.discard()
+    poisoned = [None if row is None else np.full_like(row, np.nan) for row in data.advantages]
+    collect(which, dataclasses.replace(data, advantages=poisoned), ranks, 2)
+    assert which.step(1e-3) is None
 
 
 def weights(which: Any, ranks: Ranks, scratch: Path) -> dict[str, torch.Tensor]:
@@ -69,6 +86,14 @@ def main() -> None:
             take(straight_run, data, ranks, range(4))
             straight = weights(straight_run, ranks, Path(scratch))
         mine = folder / f"{engine}-{ranks.world_size}"
+        with tempfile.TemporaryDirectory() as scratch:
+            dropping = trainer(engine, ranks, Path(scratch), None)
+            take(dropping, data, ranks, range(1))
+            drop_two(dropping, data, ranks)
+            take(dropping, data, ranks, range(1, 4))
+            ended = weights(dropping, ranks, Path(scratch))
+        if ranks.is_first:
+            found[f"{mine.name} dropping → {mine.name} dropping"] = difference(straight, ended)
         if mine.name not in starts:
             with tempfile.TemporaryDirectory() as scratch:
                 first = trainer(engine, ranks, Path(scratch), None)
