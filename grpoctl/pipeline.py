@@ -81,6 +81,8 @@ class Pipeline:
     tell: Callable[[str], None] = log.info
     metrics: list[dict[str, Any]] = field(default_factory=list)
     first_version: int = 0
+    wall_seconds: float = 0.0
+    engine_seconds: float = 0.0
     workers: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
@@ -89,13 +91,23 @@ class Pipeline:
         self.first_version = open_policy(self.config.policy).version
         start = self.origin.iteration if self.origin else 0
         for iteration in range(start, self.config.iterations):
+            started = time.monotonic()
             config = self._locked(iteration)
             worked = self._iteration(config, iteration)
             self.metrics.append(self._metrics_row(iteration))
+            if worked:
+                self.wall_seconds += time.monotonic() - started
+                self.engine_seconds += sum(self.metrics[-1]["seconds"].values())
             self._write_metrics()
             self._prune(iteration)
             self.tell(summary_line(self.metrics[-1]) + ("" if worked else "  (already done)"))
-        return {"run_dir": self.config.run_dir, "iterations": len(self.metrics), "metrics": self.metrics}
+        return {
+            "run_dir": self.config.run_dir,
+            "iterations": len(self.metrics),
+            "wall_seconds": self.wall_seconds,
+            "engine_seconds": self.engine_seconds,
+            "metrics": self.metrics,
+        }
 
     def plan(self) -> Iterator[str]:
         """Yield a line for each stage of each iteration: done, or to be run."""

@@ -188,7 +188,8 @@ def _complete_policy(folder: Path, inputs: UpdateInputs, fingerprint: str) -> st
 
 def _probe(job: UpdateJob, data: TrainingRows, trainer: Any) -> dict[str, Any]:
     """Return a few completions with their log-probabilities under the new policy, at temperature 1."""
-    rows = data.trainable[: job.update.num_probe_rows]
+    apart = max(1, len(data.trainable) // max(1, job.update.num_probe_rows))
+    rows = data.trainable[::apart][: job.update.num_probe_rows]  # of different prompts: a probe sees more of the model
     prompts = [data.rows.prompt_ids[row].tolist() for row in rows]
     completions = [data.rows.completion_ids[row].tolist() for row in rows]
     return {
