@@ -140,7 +140,8 @@ class Pipeline:
                 )
             if read_if_there(locate(self.origin.run_dir).child(f"iter-{self.origin.iteration:06d}/{LOCK}")) is None:
                 raise InputRefused(
-                    f"--from {self.origin.run_dir}: has no iteration {self.origin.iteration}; see its status"
+                    f"--from {self.origin.run_dir}/iter-{self.origin.iteration:06d}: no such iteration; see "
+                    f"`grpoctl status {self.origin.run_dir}`"
                 )
             facts = {"run_dir": self.origin.run_dir, "iteration": self.origin.iteration, "stage": self.origin.stage}
             create_exclusively(place, json.dumps(facts).encode())

@@ -31,8 +31,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
             name = "made up"
             reproducible = True
 
+            def __init__(self) -> None:
+                self.numbers: dict[int, int] = {}  # by seed, so that a request asked again gets the same answer
+
             def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
-                return [answer(number) for number in range(len(requests))]
+                for request in requests:
+                    self.numbers.setdefault(request.seed, len(self.numbers))
+                return [answer(self.numbers[request.seed]) for request in requests]
 
         monkeypatch.setattr("grpoctl.stages.rollout.sampler_for", lambda *_: MadeUp())
 
@@ -162,6 +167,8 @@ def test_a_stop_string_at_once_leaves_an_empty_text_with_its_tokens(empty: Path)
 
 def test_completions_at_the_limit_are_kept_with_their_reason_and_a_warning(empty: Path) -> None:
     outcome = rollout("--max-new-tokens", 2)
+    assert_refused(outcome, 4, where="rollouts", found="100% of completions", expected="limit 95%", todo="raise")
+    outcome = rollout("--max-new-tokens", 2, "--set", "rollout.max_truncated_ratio=1")
     assert outcome.code == 0
     assert "100 % of completions hit max_new_tokens" in outcome.err
     assert {(row["finish_reason"], tuple(row["completion_mask"])) for row in rows("rollouts")} == {
@@ -176,7 +183,7 @@ def test_too_many_completions_at_the_limit_stop_the_stage(empty: Path) -> None:
 
 
 def test_truncated_completions_can_be_masked_or_failed(empty: Path) -> None:
-    given = ("--max-new-tokens", 2, "--set")
+    given = ("--max-new-tokens", 2, "--set", "rollout.max_truncated_ratio=1", "--set")
     assert rollout(*given, "rollout.truncated=mask", "--out", "masked").code == 0
     assert {tuple(row["completion_mask"]) for row in rows("masked")} == {(False, False)}
     outcome = rollout(*given, "rollout.truncated=drop", "--out", "dropped")
