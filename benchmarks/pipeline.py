@@ -26,7 +26,7 @@ def main() -> None:
         rows = pipeline.metrics[1:]  # the first iteration loads the model
         wall = (marks[-1] - marks[0]) / len(rows)
         engine = sum(sum(row["seconds"].values()) for row in rows) / len(rows)
-        print(f"an iteration: {wall:.3f} s wall, {engine:.3f} s in the stages' timed work, {1 - engine / wall:.0%} elsewhere")
+        print(f"an iteration: {wall:.3f} s wall, {engine:.3f} s of timed stage work, {1 - engine / wall:.0%} elsewhere")
         for stage in rows[0]["seconds"]:
             print(f"  {stage:8s} {sum(row['seconds'][stage] for row in rows) / len(rows):.3f} s")
 

@@ -59,7 +59,9 @@ def main() -> None:
         stage, bare = [], []
         tokens = 0
         for number in range(given.rounds + 1):  # the first round warms caches and isn't counted
-            this = load_job(RolloutJob, flags={**flags, "--out": str(Path(folder) / str(number))}, sets=sets, environment={})
+            this = load_job(
+                RolloutJob, flags={**flags, "--out": str(Path(folder) / str(number))}, sets=sets, environment={}
+            )
             captured.calls.clear()
             started = time.perf_counter()
             result = rollout.run(this, context)

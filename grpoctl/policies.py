@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -204,7 +203,10 @@ def tensor_digests(folder: Path) -> dict[str, list[Any]]:
     tensors: dict[str, list[Any]] = {}
     for path in weight_files(folder):
         status = path.stat()
-        tensors.update(_file_tensors(path, status.st_size, status.st_mtime_ns))
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if identity not in _HASHED:
+            _HASHED[identity] = _file_tensors(path, status.st_size)
+        tensors.update(_HASHED[identity])
     return tensors
 
 
@@ -223,9 +225,12 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-@functools.lru_cache(maxsize=256)
-def _file_tensors(path: Path, size: int, mtime_ns: int) -> dict[str, list[Any]]:
-    """Hash one file; size and time are in the key so that a replaced file is hashed again."""
+_HASHED: Final[dict[tuple[int, int, int, int], dict[str, list[Any]]]] = {}
+"""What was hashed in this process, by device, inode, size and time: a published hard link isn't hashed again, a
+replaced file is."""
+
+
+def _file_tensors(path: Path, size: int) -> dict[str, list[Any]]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1

@@ -150,7 +150,11 @@ def _column(table: pa.Table, name: str, path: str) -> pa.ChunkedArray:
     head, *rest = name.split(".")
     if head not in table.column_names:
         close = difflib.get_close_matches(head, table.column_names, n=1, cutoff=0.4)
-        hint = f"; did you mean --prompt-column {close[0]}?" if close else "; name it with --prompt-column or choose a --format"
+        hint = (
+            f"; did you mean --prompt-column {close[0]}?"
+            if close
+            else "; name it with --prompt-column or choose a --format"
+        )
         raise InputRefused(f"{path}: no column {head!r}, found {', '.join(table.column_names)}{hint}")
     column = table.column(head)
     for field in rest:

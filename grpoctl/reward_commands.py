@@ -22,7 +22,7 @@ def _group() -> None:
 
 
 @reward_app.command("test")
-def test(
+def test(  # noqa: PLR0917 - typer reads options from parameters
     ref: Annotated[str, typer.Argument(metavar="REF", help="Reward, as in score --reward.")],
     data: Annotated[str, typer.Option("--data", metavar="FILE", help="Parquet or JSONL file, or a rollouts artifact.")],
     completion_column: Annotated[

@@ -63,9 +63,13 @@ class StageWorker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             if not Path(self.python).is_file():
-                raise UsageError(f"runtime.python: {self.python} is not there; expected the interpreter of an environment")
+                raise UsageError(
+                    f"runtime.python: {self.python} is not there; expected the interpreter of an environment"
+                )
             command = [self.python, "-m", "grpoctl.stage_worker"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
         return self._process
 
     def _answer(self, process: subprocess.Popen[bytes], context: Context) -> bytes:
@@ -98,9 +102,7 @@ def _result(stage: str, answer: dict[str, Any]) -> StageResult:
             raise Interrupted(answer["error"], signal_number=answer["exit_code"] - 128)
         raise KINDS.get(answer["kind"], GrpoctlError)(answer["error"])
     artifact = read_manifest(answer["out"]) if stage != "sync" else None
-    return StageResult(
-        stage=stage, out=answer["out"], state=answer["state"], artifact=artifact, facts=answer["facts"]
-    )
+    return StageResult(stage=stage, out=answer["out"], state=answer["state"], artifact=artifact, facts=answer["facts"])
 
 
 def _serve(lines: TextIO, answers: TextIO) -> None:

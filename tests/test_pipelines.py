@@ -44,11 +44,11 @@ def test_quickstart_is_the_recipe_that_was_measured() -> None:
 
 def test_smollm2_steps_on_every_group_with_signal_and_pays_half_for_the_tag() -> None:
     config = pipeline("smollm2-addition")
-    assert (config.rollout.prompts_per_iteration, config.rollout.group_size) == (8, 8)
+    assert (config.rollout.prompts_per_iteration, config.rollout.group_size) == (16, 8)
     assert (config.rollout.max_new_tokens, config.rollout.stop) == (10, ("\n",))
     assert config.score.rewards == (RewardConfig(ref="format", weight=0.5), RewardConfig(ref="accuracy", weight=0.5))
-    assert (config.update.mini_batch_size, config.update.groups_without_signal) == (8, "drop")
-    assert (config.update.lr, config.update.beta1, config.update.beta2) == (1e-5, 0.9, 0.95)
+    assert (config.update.mini_batch_size, config.update.groups_without_signal) == (16, "drop")
+    assert (config.update.lr, config.update.beta1, config.update.beta2) == (3e-5, 0.9, 0.95)
 
 
 def test_smollm2_prompts_are_the_hundred_sums_of_two_digits(tmp_path: Path) -> None:

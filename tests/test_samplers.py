@@ -61,11 +61,11 @@ def test_rollouts_from_stale_weights_are_stopped_by_the_gap(small_run: Path, tmp
     old = context.model(open_policy("builtin:tiny"), dtype="float32", runtime=runtime)
     with torch.no_grad():
         for parameter in old.module.parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     context.models[(policy.weights_digest, "float32", runtime.device)] = old
     flags = {"--policy": str(small_run / "policies"), "--out": str(tmp_path / "rollouts"), "--max-new-tokens": "28"}
     sets = ["prompts.limit=8", "runtime.num_threads=1"]
     rollout.run(load_job(RolloutJob, flags=flags, sets=sets, environment={}), context)
     flags = {"--policy": flags["--policy"], "--rollouts": flags["--out"], "--out": str(tmp_path / "logprobs")}
-    with pytest.raises(GateFailed, match="differ by .* nats on average, limit 0.001 .*stale weights"):
+    with pytest.raises(GateFailed, match=r"differ by .* nats on average, limit 0.001 .*stale weights"):
         logprob.run(load_job(LogprobJob, flags=flags, environment={}), Context(quiet=True))

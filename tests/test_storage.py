@@ -127,7 +127,7 @@ def test_an_artifact_exists_only_with_its_manifest(root: str) -> None:
     writer.write_shard(0, rows("a", "b"), counts={"ok": 2})
     assert commit(writer) is None
     assert read_manifest(root) is None
-    with pytest.raises(InputRefused, match="without a manifest .*rerun the stage"):
+    with pytest.raises(InputRefused, match=r"without a manifest .*rerun the stage"):
         open_artifact(root, table="logprobs")
     again = ArtifactWriter(url=root, work=work())
     assert again.missing_shards() == [1]
@@ -151,7 +151,7 @@ def test_equal_work_gives_equal_digests_whatever_the_attempt(tmp_path: Path) -> 
 def test_other_work_is_a_conflict_that_names_the_key(root: str) -> None:
     finished(root, nested={"lr": 1e-6})
     assert committed(root, work(nested={"lr": 1e-6})) is not None
-    with pytest.raises(Conflict, match="nested.lr: 1e-06 → 1e-05"):
+    with pytest.raises(Conflict, match=r"nested.lr: 1e-06 → 1e-05"):
         committed(root, work(nested={"lr": 1e-5}))
 
 
@@ -182,7 +182,7 @@ def test_the_wrong_table_and_newer_versions_are_refused(root: str) -> None:
     place = artifact.location.child("_MANIFEST.json")
     raw = json.loads(read_bytes(place))
     write_bytes(place, json.dumps({**raw, "table_version": 99, "grpoctl_version": "9.9"}).encode())
-    with pytest.raises(InputRefused, match="version 99, written by grpoctl 9.9.*upgrade"):
+    with pytest.raises(InputRefused, match=r"version 99, written by grpoctl 9.9.*upgrade"):
         read_manifest(root)
     write_bytes(place, b"{half")
     with pytest.raises(InputRefused, match="not JSON"):
@@ -202,7 +202,7 @@ def test_page_checksums_are_written() -> None:
     data = bytearray(artifacts.parquet_bytes(rows("a", "b"), LOGPROBS))
     place = data.find(b"a") + 1
     data[place] ^= 0xFF
-    with pytest.raises(OSError, match="(?i)crc|checksum|corrupt|decompress"):
+    with pytest.raises(OSError, match=r"(?i)crc|checksum|corrupt|decompress"):
         pq.read_table(pa.BufferReader(bytes(data)), page_checksum_verification=True)
 
 

@@ -163,7 +163,7 @@ def test_the_new_policy_is_a_whole_folder_that_transformers_loads(small_run: Pat
 
 def test_the_same_batch_is_never_applied_twice(inputs: dict[str, str], small_run: Path, tmp_path: Path) -> None:
     trained = str(small_run / "iter-000000/update/policy")
-    with pytest.raises(Conflict, match="was trained on .* already"):
+    with pytest.raises(Conflict, match=r"was trained on .* already"):
         run_update({**inputs, "--policy": trained}, tmp_path / "a", "update.max_staleness=1")
 
 
@@ -204,7 +204,7 @@ def test_a_crossed_limit_commits_nothing(inputs: dict[str, str], tmp_path: Path,
 
 def test_missing_logprobs_are_refused_by_name(inputs: dict[str, str], tmp_path: Path) -> None:
     without = {flag: url for flag, url in inputs.items() if flag != "--logprobs"}
-    with pytest.raises(InputRefused, match="update.old: old_logprobs needs log-probabilities"):
+    with pytest.raises(InputRefused, match=r"update.old: old_logprobs needs log-probabilities"):
         run_update(without, tmp_path / "a")
     assert steps(run_update(without, tmp_path / "b", "update.old=rollout_logprobs"))[0]["status"] == "ok"
 

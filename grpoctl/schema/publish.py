@@ -43,7 +43,7 @@ def settings_page() -> str:
         "Rendered from `grpoctl/config.py` and `grpoctl/jobs.py` by `python -m grpoctl.schema.publish`; do not edit.",
         "",
         "A setting is given as a flag, as `--set key=value`, as the environment variable `GRPOCTL_` + key in capitals with",
-        "`__` for each dot (`GRPOCTL_UPDATE__LR`), or in a pipeline-shaped YAML file; the first of these that names it wins.",
+        "`__` for each dot (`GRPOCTL_UPDATE__LR`), or in a pipeline-shaped YAML file; the first that names it wins.",
         "Settings under `runtime` and those marked *limit* never change a result and stay outside the fingerprint.",
     ]
     top = {n: f for n, f in PipelineConfig.model_fields.items() if not _is_section(f)}

@@ -50,6 +50,15 @@ class PlannedPrompt:
     max_new_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The prompts of an iteration: where they come from, those to sample in order, and how many were skipped."""
+
+    prompts: PromptSet
+    chosen: list[PlannedPrompt]
+    num_skipped: int
+
+
 def run(job: RolloutJob, context: Context) -> StageResult:
     """Sample what the job asks for into a rollouts artifact.
 
@@ -87,7 +96,8 @@ def run(job: RolloutJob, context: Context) -> StageResult:
         )
     if context.dry_run:
         return planned(job.out, work, num_prompts=len(plan), num_completions=len(plan) * job.rollout.group_size)
-    return _sample_shards(job, context, work, policy, prompts, (plan, skipped))
+    planned_work = _Plan(prompts=prompts, chosen=plan, num_skipped=skipped)
+    return _sample_shards(job, context, work, policy, planned_work)
 
 
 def _definition(job: RolloutJob, policy: Policy, prompts: PromptSet) -> dict[str, Any]:
@@ -150,8 +160,8 @@ def plan_prompts(
     if overlong and job.prompts.overlong == "error":
         names = [prompts.ids[row] for row in overlong[:5]]
         raise InputRefused(
-            f"{job.prompts.path}: {len(overlong)} prompts are longer than {context - 1} tokens (context {context} less one): "
-            f"{names}; shorten them or set prompts.overlong to skip or truncate_left"
+            f"{job.prompts.path}: {len(overlong)} prompts are longer than {context - 1} tokens (context {context} less one)"
+            f": {names}; shorten them or set prompts.overlong to skip or truncate_left"
         )
     plan, tight = [], []
     for row in chosen:
@@ -166,8 +176,8 @@ def plan_prompts(
         plan.append(PlannedPrompt(row=row, prompt_id=prompts.ids[row], ids=ids, max_new_tokens=min(limit, room)))
     if tight and not job.prompts.cap_to_context:
         raise InputRefused(
-            f"{job.prompts.path}: prompt + max_new_tokens ({limit}) exceeds the context of {context} for {len(tight)} prompts: "
-            f"{tight[:5]}; lower rollout.max_new_tokens or set prompts.cap_to_context"
+            f"{job.prompts.path}: prompt + max_new_tokens ({limit}) exceeds the context of {context} for {len(tight)} "
+            f"prompts: {tight[:5]}; lower rollout.max_new_tokens or set prompts.cap_to_context"
         )
     if not plan:
         raise InputRefused(f"{job.prompts.path}: no prompt is left after skipping overlong ones")
@@ -195,10 +205,9 @@ def _sample_shards(
     context: Context,
     work: Work,
     policy: Policy,
-    prompts: PromptSet,
-    planned_prompts: tuple[list[PlannedPrompt], int],
+    plan: _Plan,
 ) -> StageResult:
-    plan, skipped = planned_prompts
+    prompts, skipped = plan.prompts, plan.num_skipped
     writer = ArtifactWriter(url=job.out, work=work)
     todo = writer.missing_shards(context.selected(work.num_shards))
     sampler = sampler_for(job, context, policy) if todo else None
@@ -206,7 +215,7 @@ def _sample_shards(
     for index in context.follow(todo, "rollout"):
         assert sampler is not None
         size = job.rollout.prompts_per_shard
-        part = plan[index * size : (index + 1) * size]
+        part = plan.chosen[index * size : (index + 1) * size]
         with memory_errors("sampling", "runtime.rollout_batch_size or rollout.max_new_tokens"):
             samples = drawn(sampler, _requests(part, job), _settings(job))
         rows = list(_rows(part, samples, job, load_tokenizer(policy.folder, policy.ref)))

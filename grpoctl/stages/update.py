@@ -77,7 +77,8 @@ def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, Upda
     if not has_signal(data):
         raise GateFailed(
             f"{job.scores}: 0 % of groups have differing rewards; nothing to learn from. Use harder or easier prompts, "
-            "a larger group_size, or check the reward"
+            "a larger group_size or more prompts, or check the reward; a run branches off into a new --run-dir with "
+            "`--from …/iter-N/rollout` and other settings"
         )
     if context.dry_run:
         steps = job.update.epochs * num_mini_batches(data, job, group_size=_group_size(inputs))

@@ -84,7 +84,7 @@ def _check_lengths(rows: TokenRows, column: Sequence[FloatVector | None], name: 
     for i, values in enumerate(column):
         if values is not None and len(values) != len(rows.completion_ids[i]):
             raise InputRefused(
-                f"{name}: {rows.sample_ids[i]} has {len(values)} values for {len(rows.completion_ids[i])} tokens; recompute it"
+                f"{name}: {rows.sample_ids[i]} has {len(values)} values for {len(rows.completion_ids[i])} tokens: recompute"
             )
 
 
