@@ -136,8 +136,7 @@ class Pipeline:
             if self.origin.iteration >= self.config.iterations:
                 raise UsageError(
                     f"--from {self.origin.run_dir}/iter-{self.origin.iteration:06d}: iterations is "
-                    f"{self.config.iterations}, so the last one is {self.config.iterations - 1}; raise --iterations or name an "
-                    "earlier one"
+                    f"{self.config.iterations}, so the last one is {self.config.iterations - 1}; raise --iterations"
                 )
             if read_if_there(locate(self.origin.run_dir).child(f"iter-{self.origin.iteration:06d}/{LOCK}")) is None:
                 raise InputRefused(
