@@ -67,6 +67,10 @@ def add(app: typer.Typer, name: str, text: str) -> None:
         options = {
             "out": (str, typer.Option("--out", metavar="FILE", help="Parquet file to write.")),
             "rows": (int, typer.Option("--rows", metavar="N", min=1, max=9000, help="Rows.")),
+            "preferences": (
+                bool,
+                typer.Option("--preferences", help="Pairs for reward-model train instead of prompts."),
+            ),
         }
         command = _rendered(None, options, _example_data)
     elif name == "status":
@@ -322,8 +326,8 @@ def _status(values: dict[str, Any]) -> None:
 def _example_data(values: dict[str, Any]) -> None:
     import pyarrow.parquet as pq
 
-    from grpoctl.prompts import read_rows
+    from grpoctl.example_data import example_preferences, example_prompts
 
-    table, _ = read_rows("builtin:addition", values["rows"])
-    pq.write_table(table.select(["prompt", "answer"]), values["out"])
-    print(f"{values['out']}: {table.num_rows} rows (prompt, answer)")
+    table = (example_preferences if values["preferences"] else example_prompts)(values["rows"])
+    pq.write_table(table, values["out"])
+    print(f"{values['out']}: {table.num_rows} rows ({', '.join(table.column_names)})")

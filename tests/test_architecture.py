@@ -22,6 +22,7 @@ FLOORS = {
     "artifacts": 4.1,
     "policies": 4.2,
     "prompts": 4.3,
+    "example_data": 4.35,
     "preferences": 4.4,
     "reward_models": 4.4,
     "engines": 5,
