@@ -114,9 +114,9 @@ class SyncJob(_Job):
     update: Annotated[str | None, Flag("--update")] = None
     """Update artifact whose policy is published."""
     to: Annotated[str, Flag("--to")] = "policies"
-    """Folder of published policies: v000001 … and the pointer CURRENT."""
+    """Folder of published policies, v000001 … and the pointer CURRENT; or hf://ORG/NAME: tags and main of a repository."""
     rollback: Annotated[int | None, Field(ge=0), Flag("--rollback")] = None
-    """Instead of publishing, point CURRENT at this version."""
+    """Instead of publishing, point CURRENT (on the hub: main) at this version."""
     servers: Annotated[Servers, Flag("--server")] = ()
     """Addresses of running vLLM or SGLang servers that load the published policy and prove it before CURRENT moves."""
     sync: SyncConfig = SyncConfig()

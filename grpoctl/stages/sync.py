@@ -1,12 +1,13 @@
-"""Verify an update's policy and publish it: the folder first, its record last, and only then the pointer CURRENT."""
+"""Verify an update's policy and publish it: to a folder of versions, or to the Hugging Face hub."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from grpoctl.artifacts import Artifact, open_artifact
 from grpoctl.engines.tokenizer import load_tokenizer
@@ -15,6 +16,7 @@ from grpoctl.jobs import SyncJob
 from grpoctl.policies import POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
 from grpoctl.schema.manifest import PolicyRecord
 from grpoctl.stages.base import Context, StageResult, check_outside, set_threads
+from grpoctl.stages.sync_hub import is_hub, open_hub
 from grpoctl.stages.sync_servers import load_servers
 from grpoctl.storage import (
     Location,
@@ -34,65 +36,93 @@ def version_name(version: int) -> str:
     return f"v{version:06d}"
 
 
+class Target(Protocol):
+    """Where versions of a policy are published, with one of them the current one."""
+
+    def ref(self, name: str) -> str:
+        """Return the REF of a version."""
+        ...
+
+    def is_current(self, name: str, version: int, digest: str) -> bool:
+        """Return whether a version is published and the current one isn't behind it; refuse one with other weights."""
+        ...
+
+    def check(self) -> None:
+        """Refuse a place where nothing can be published."""
+        ...
+
+    def scratch(self) -> tempfile.TemporaryDirectory[str]:
+        """Return a temporary folder for the files to be published."""
+        ...
+
+    def complete(self, name: str, digest: str) -> dict[str, Any]:
+        """Do again what comes after the publishing of the current version; return facts."""
+        ...
+
+    def publish(self, folder: Path, name: str) -> dict[str, Any]:
+        """Publish a verified folder and make it the current version; return facts."""
+        ...
+
+    def digest(self, name: str) -> str:
+        """Return the weights digest of a published version."""
+        ...
+
+    def point_to(self, name: str, version: int, digest: str) -> dict[str, Any]:
+        """Make an earlier version the current one; return facts."""
+        ...
+
+
 def run(job: SyncJob, context: Context) -> StageResult:
-    """Publish an update's policy under `to`, or point CURRENT back at an earlier version.
+    """Publish an update's policy under `to`, or go back to an earlier version there.
 
     Raises:
-        UsageError: neither an update nor a version to roll back to is named.
+        UsageError: neither an update nor a version to roll back to is named, or servers together with the hub.
         InputRefused: files that differ from the manifest, or tensors that differ in name or shape from the parent's.
         GateFailed: the published folder, or a server that loaded it, doesn't answer like the update engine on the probe.
         Conflict: another policy is published under this version.
     """
-    target = locate(job.to)
-    if job.rollback is not None:
-        return _roll_back(job, context, target, job.rollback)
-    if job.update is None:
+    if job.rollback is None and job.update is None:
         raise UsageError("name the update artifact with --update, or a version with --rollback")
+    target: Target = (
+        open_hub(job.to, job.servers) if is_hub(job.to) else Folder(job=job, context=context, place=locate(job.to))
+    )
+    if job.rollback is not None:
+        return _roll_back(target, job.rollback, dry_run=context.dry_run)
+    assert job.update is not None
     check_outside(job.to, job.update, flag="--to")
     update = open_artifact(job.update, table="steps")
     identity = update.manifest.policy
     assert identity is not None
-    name = version_name(identity.version)
-    facts: dict[str, Any] = {"version": identity.version, "weights_digest": identity.weights_digest}
-    if _is_current(target, name, identity.weights_digest):
-        if not context.dry_run:  # servers may have been restarted since, or were down then
-            facts |= _served(job, context, target.child(name))
-        return StageResult(stage="sync", out=f"{job.to}/{name}", state="already_done", artifact=None, facts=facts)
-    check_writable(target)
+    name, digest = version_name(identity.version), identity.weights_digest
+    facts: dict[str, Any] = {"version": identity.version, "weights_digest": digest}
+    if target.is_current(name, identity.version, digest):
+        if not context.dry_run:
+            facts |= target.complete(name, digest)
+        return _result(target, name, "already_done", facts)
+    target.check()
     if context.dry_run:
-        return StageResult(stage="sync", out=f"{job.to}/{name}", state="planned", artifact=None, facts=facts)
+        return _result(target, name, "planned", facts)
     started = time.monotonic()
-    with storage_errors(target):
-        scratch = tempfile.TemporaryDirectory(dir=_scratch(target), prefix=".tmp-sync-")
-    with scratch:
-        folder = update.fetch_files("policy", Path(scratch.name) / "policy")
+    with target.scratch() as scratch:
+        folder = update.fetch_files("policy", Path(scratch) / "policy")
         num_tensors = _compare_with_parent(update, folder)
         gap = _probe_gap(job, context, update, folder)
-        _publish(folder, target.child(name))
-    facts |= _served(job, context, target.child(name))
-    _point(target, name, identity.version, identity.weights_digest)
+        facts |= target.publish(folder, name)
     facts |= {"num_tensors": num_tensors, "probe_gap_max": gap, "seconds": time.monotonic() - started}
-    return StageResult(stage="sync", out=f"{job.to}/{name}", state="done", artifact=None, facts=facts)
+    return _result(target, name, "done", facts)
 
 
-def _scratch(target: Location) -> str | None:
-    if not target.is_local:
-        return None
-    Path(target.path).mkdir(parents=True, exist_ok=True)
-    return target.path
+def _roll_back(target: Target, version: int, *, dry_run: bool) -> StageResult:
+    name = version_name(version)
+    digest = target.digest(name)
+    facts: dict[str, Any] = {"version": version, "weights_digest": digest}
+    if dry_run:
+        return _result(target, name, "planned", facts)
+    return _result(target, name, "done", facts | target.point_to(name, version, digest))
 
 
-def _is_current(target: Location, name: str, digest: str) -> bool:
-    pointer, record = read_if_there(target.child(POINTER)), read_if_there(target.child(f"{name}/{POLICY_RECORD}"))
-    if record is None:
-        return False
-    published = PolicyRecord.model_validate_json(record)
-    if published.weights_digest != digest:
-        raise Conflict(
-            f"{target.url}/{name}: published from another update (weights {published.weights_digest[:12]}…, this one has "
-            f"{digest[:12]}…); publish to another folder"
-        )
-    return pointer is not None and int(json.loads(pointer)["version"]) >= published.version
+def _result(target: Target, name: str, state: str, facts: dict[str, Any]) -> StageResult:
+    return StageResult(stage="sync", out=target.ref(name), state=state, artifact=None, facts=facts)
 
 
 def _compare_with_parent(update: Artifact, folder: Path) -> int:
@@ -139,6 +169,85 @@ def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -
     return gap
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """A folder of versions on a file system: the files first, a version's record last, and only then CURRENT."""
+
+    job: SyncJob
+    context: Context
+    place: Location
+
+    def ref(self, name: str) -> str:
+        """Return the folder of a version."""
+        return f"{self.job.to}/{name}"
+
+    def is_current(self, name: str, version: int, digest: str) -> bool:
+        """Return whether these weights are published as this version and CURRENT isn't behind it.
+
+        Raises:
+            Conflict: the version was published from other weights.
+        """
+        pointer = read_if_there(self.place.child(POINTER))
+        record = read_if_there(self.place.child(f"{name}/{POLICY_RECORD}"))
+        if record is None:
+            return False
+        published = PolicyRecord.model_validate_json(record)
+        if published.weights_digest != digest:
+            raise Conflict(
+                f"{self.place.url}/{name}: published from another update (weights {published.weights_digest[:12]}…, "
+                f"this one has {digest[:12]}…); publish to another folder"
+            )
+        return pointer is not None and int(json.loads(pointer)["version"]) >= version
+
+    def check(self) -> None:
+        """Refuse a folder in which nothing can be created."""
+        check_writable(self.place)
+
+    def scratch(self) -> tempfile.TemporaryDirectory[str]:
+        """Return a temporary folder, on the target's disk where that is a local one: published files are linked."""
+        with storage_errors(self.place):
+            if self.place.is_local:
+                Path(self.place.path).mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(
+                dir=self.place.path if self.place.is_local else None, prefix=".tmp-sync-"
+            )
+
+    def complete(self, name: str, digest: str) -> dict[str, Any]:
+        """Load the servers: they may have been restarted since, or were down then; return facts."""
+        return self._served(name)
+
+    def publish(self, folder: Path, name: str) -> dict[str, Any]:
+        """Copy the files, have servers load them, and point CURRENT there; return facts.
+
+        Raises:
+            Conflict: another policy was published meanwhile.
+        """
+        _publish(folder, self.place.child(name))
+        record = PolicyRecord.model_validate_json((folder / POLICY_RECORD).read_bytes())
+        return self.point_to(name, record.version, record.weights_digest)
+
+    def digest(self, name: str) -> str:
+        """Return the weights digest of a published version, whose files are checked.
+
+        Raises:
+            InputRefused: there is no such version, or its files aren't those of its record.
+        """
+        if read_if_there(self.place.child(f"{name}/{POLICY_RECORD}")) is None:
+            raise InputRefused(f"{self.ref(name)}: no such published version; see the folders in {self.job.to}")
+        return open_policy(self.place.child(name).url).weights_digest
+
+    def point_to(self, name: str, version: int, digest: str) -> dict[str, Any]:
+        """Have servers load a published version, and only then point CURRENT there; return facts."""
+        facts = self._served(name)
+        pointer = {"name": name, "version": version, "weights_digest": digest}
+        write_bytes(self.place.child(POINTER), json.dumps(pointer).encode())
+        return facts
+
+    def _served(self, name: str) -> dict[str, Any]:
+        gaps = load_servers(self.job, self.context, self.place.child(name))
+        return {"server_gap_max": gaps} if gaps else {}
+
+
 def _publish(folder: Path, place: Location) -> None:
     """Copy all files, config.json next to last, then create the record exclusively: without it nothing is published."""
     late = ("config.json", POLICY_RECORD)
@@ -151,27 +260,3 @@ def _publish(folder: Path, place: Location) -> None:
         theirs = PolicyRecord.model_validate_json(read_bytes(place.child(POLICY_RECORD)))
         if theirs.weights_digest != PolicyRecord.model_validate_json(record).weights_digest:
             raise Conflict(f"{place.url}: another policy was published here meanwhile; publish to another folder")
-
-
-def _point(target: Location, name: str, version: int, digest: str) -> None:
-    pointer = {"name": name, "version": version, "weights_digest": digest}
-    write_bytes(target.child(POINTER), json.dumps(pointer).encode())
-
-
-def _served(job: SyncJob, context: Context, place: Location) -> dict[str, Any]:
-    gaps = load_servers(job, context, place)
-    return {"server_gap_max": gaps} if gaps else {}
-
-
-def _roll_back(job: SyncJob, context: Context, target: Location, version: int) -> StageResult:
-    name = version_name(version)
-    record = read_if_there(target.child(f"{name}/{POLICY_RECORD}"))
-    if record is None:
-        raise InputRefused(f"{job.to}/{name}: no such published version; see the folders in {job.to}")
-    policy = open_policy(target.child(name).url)
-    facts: dict[str, Any] = {"version": version, "weights_digest": policy.weights_digest}
-    if context.dry_run:
-        return StageResult(stage="sync", out=f"{job.to}/{name}", state="planned", artifact=None, facts=facts)
-    facts |= _served(job, context, target.child(name))
-    _point(target, name, version, policy.weights_digest)
-    return StageResult(stage="sync", out=f"{job.to}/{name}", state="done", artifact=None, facts=facts)
