@@ -165,8 +165,8 @@ class ScoreConfig(Section):
 class LogprobConfig(Section):
     """Recomputing log-probabilities with the training framework."""
 
-    engine: Literal["torch"] = "torch"
-    """Training framework."""
+    engine: Annotated[Literal["torch", "megatron"], Flag("--engine")] = "torch"
+    """Training framework whose forward runs: the one that `update` uses, so that the first ratio is 1."""
     dtype: Dtype = "float32"
     """Floating-point type of the weights; the softmax is float32 in any case."""
     entropy: bool = False
@@ -200,8 +200,9 @@ class LoraConfig(Section):
 class UpdateConfig(Section):
     """The optimizer steps over one artifact of rollouts."""
 
-    engine: Annotated[Literal["torch", "deepspeed"], Flag("--engine")] = "torch"
-    """Training framework: `torch` is plain on one process and FSDP2 on several; `deepspeed` is ZeRO (runtime.deepspeed)."""
+    engine: Annotated[Literal["torch", "deepspeed", "megatron"], Flag("--engine")] = "torch"
+    """Training framework: `torch` is plain on one process and FSDP2 on several; `deepspeed` is ZeRO (runtime.deepspeed);
+    `megatron` is Megatron-LM's layers (runtime.megatron)."""
     loss: Annotated[LossName, Flag("--loss")] = "ppo_clip"
     """Policy loss."""
     clip_low: Annotated[float, Field(ge=0.0)] = 0.2
@@ -293,6 +294,8 @@ class UpdateConfig(Section):
             raise ValueError(f"lr_schedule {self.lr_schedule} needs total_steps")
         if self.correction == "icepop" and self.correction_floor is None:
             raise ValueError("correction icepop needs correction_floor")
+        if self.engine == "megatron" and self.lora.rank:
+            raise ValueError("engine megatron trains whole weights; lora needs engine torch or deepspeed")
         if self.correction != "none" and self.old == "rollout_logprobs":
             raise ValueError("correction needs old: old_logprobs; with rollout_logprobs the ratio corrects already")
         return self
@@ -346,8 +349,18 @@ class DeepSpeedConfig(Section):
     """What is split over the processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What lies in host memory: optimizer states (stage 1 and up), or weights too (stage 3)."""
+    optimizer: Literal["torch", "deepspeed"] = "torch"
+    """Whose AdamW steps: torch's, or DeepSpeed's kernel of the same formula (DeepSpeedCPUAdam where optimizer states are
+    offloaded or on a CPU, FusedAdam on a GPU), which is compiled on first use: it needs ninja and a compiler."""
     config_file: str | None = None
     """A ds_config.json with more of DeepSpeed's own settings; one that contradicts ours is refused by its key."""
+
+
+class MegatronConfig(Section):
+    """How Megatron-LM spreads a model over processes; changes memory and speed, and results by rounding only."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Processes that share every matrix; the others hold copies and work on other rows."""
 
 
 class RuntimeConfig(Section):
@@ -384,6 +397,8 @@ class RuntimeConfig(Section):
     """Keep only each layer's input for the backward pass and compute the layer again: less memory, a third more time."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """DeepSpeed's layout, for update.engine: deepspeed."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Megatron-LM's layout, for update.engine and logprob.engine: megatron."""
     reward_workers: Positive = 1
     """Processes that call reward functions."""
     keep_states: Annotated[int | None, Field(ge=1)] = 2

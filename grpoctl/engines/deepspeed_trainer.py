@@ -1,6 +1,7 @@
 """Training with DeepSpeed ZeRO, held to the numbers of the torch engine.
 
-The forward, its precision and AdamW are the torch engine's; DeepSpeed splits, sums and steps. It divides gradients by the
+The forward, its precision and AdamW (where DeepSpeed's own isn't asked for) are the torch engine's; DeepSpeed splits, sums
+and steps. It divides gradients by the
 number of processes, so losses are multiplied by it. Its checkpoints, `latest` included, are not used.
 """
 
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from grpoctl.engines.base import OptimizerSettings, Unit
+from grpoctl.engines.deepspeed_adam import deepspeed_adam, torch_adam
 from grpoctl.engines.forward import PackedForward, unit_logprobs
 from grpoctl.engines.hf_model import Policy, pick_device
 from grpoctl.engines.optimizer_state import MOMENTS, read_state, write_state
 from grpoctl.engines.policy_export import whole_tensors, write_policy
 from grpoctl.engines.ranks import Ranks
 from grpoctl.engines.tokenizer import require
-from grpoctl.engines.torch_trainer import decay_groups
 
 NORM_METHOD: Final = {1: "scaled_global_norm", 2: "scaled_global_norm", 3: "_get_norm_groups"}
 """What DeepSpeed's optimizer asks for the gradient norm, by stage; a norm that isn't finite makes it drop the step."""
@@ -33,20 +34,30 @@ class DeepSpeedTrainer:
     """AdamW over float32 weights that DeepSpeed holds; stage 0 to 3."""
 
     def __init__(
-        self, policy: Policy, settings: OptimizerSettings, config: Mapping[str, Any], ranks: Ranks, *, device: str
+        self,
+        policy: Policy,
+        settings: OptimizerSettings,
+        config: Mapping[str, Any],
+        ranks: Ranks,
+        *,
+        device: str,
+        own_adam: bool = False,
     ) -> None:
         self.policy = policy
         self.ranks = ranks
         self.stage = int(config["zero_optimization"]["stage"])
         self._dropping = False
         self._parameters = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
-        base = torch.optim.AdamW(
-            decay_groups(list(self._parameters.values()), settings.weight_decay),
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        )
-        deepspeed = _deepspeed(pick_device(device))
+        self._own_adam = own_adam
+        place = pick_device(device)
+        deepspeed = _deepspeed(place)
+        trained = list(self._parameters.values())
+        if own_adam:
+            on_cpu = place.type == "cpu" or "offload_optimizer" in config["zero_optimization"]
+            with ranks.agreed():  # its kernel may not compile on one machine
+                base = deepspeed_adam(trained, settings, on_cpu=on_cpu)
+        else:
+            base = torch_adam(trained, settings)
         self._engine: Any = deepspeed.initialize(
             model=PackedForward(policy), optimizer=base, config=dict(config), dist_init_required=False
         )[0]
@@ -140,7 +151,7 @@ class DeepSpeedTrainer:
                 else self._optimizer.single_partition_of_fp32_groups
             )
             for flat in flats:
-                self._states[flat] = {kind: torch.zeros_like(flat) for kind in MOMENTS} | {"step": torch.tensor(0.0)}
+                self._states[flat] = {kind: torch.zeros_like(flat) for kind in MOMENTS} | {"step": self._count(0)}
         self._link_states()
         counts: list[int] = []
 
@@ -149,14 +160,18 @@ class DeepSpeedTrainer:
             parameter = self._parameters[name]
             if self.stage == 0:
                 held = {kind: tensor.to(parameter.device) for kind, tensor in moments.items()}
-                self._states[parameter] = {"step": torch.tensor(float(steps)), **held}
+                self._states[parameter] = {"step": self._count(steps), **held}
                 return
             for kind, tensor in moments.items():
                 self._put_share(parameter, tensor, kind)
 
         read_state(folder, {name: _shape(p) for name, p in self._parameters.items()}, put)
         for flat in flats:
-            self._states[flat]["step"] = torch.tensor(float(max(counts)))
+            self._states[flat]["step"] = self._count(max(counts))
+
+    def _count(self, steps: int) -> Any:
+        """Return a number of steps as the optimizer keeps it."""
+        return steps if self._own_adam else torch.tensor(float(steps))
 
     def _link_states(self) -> None:
         """Link parameters to their moments: DeepSpeed does it once, after its first group's first step only."""

@@ -131,6 +131,12 @@ def unit_logprobs(
     return logprobs[:count], None if entropy is None else entropy[:count]
 
 
+def model_logprobs(policy: Any, units: Sequence[Unit]) -> Tensor:
+    """Return (N,) log-probabilities as the model's own logits give them, to hold `unit_logprobs` to."""
+    run = policy.runner or PackedForward(policy)
+    return run(pack(units, policy.device), 1.0, False, by_model=True)[0]
+
+
 class PackedForward(torch.nn.Module):
     """All that reads weights in one forward: engines that shard them gather what lies inside around the call."""
 
@@ -139,9 +145,16 @@ class PackedForward(torch.nn.Module):
         self.module = policy.module
         self._policy = policy
 
-    def forward(self, packed: Packed, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies, at least LEAST_POSITIONS of them; the spare ones repeat the first."""
+    def forward(
+        self, packed: Packed, temperature: float, with_entropy: bool, *, by_model: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies, at least LEAST_POSITIONS of them; the spare ones repeat the first.
+
+        `by_model` leaves the output embedding to the model: its log-probabilities at temperature 1, without spare ones.
+        """
         policy = self._policy
+        if by_model:
+            return self._by_model(packed), None
         hidden = policy.hidden(packed.input_ids, packed.position_ids, packed.mask)
         spare = max(0, LEAST_POSITIONS - packed.targets.shape[0])
         sources = torch.cat([packed.sources, packed.sources[:1].expand(spare)])
@@ -154,3 +167,10 @@ class PackedForward(torch.nn.Module):
             vocab_size=policy.vocab_size,
             with_entropy=with_entropy,
         )
+
+    def _by_model(self, packed: Packed) -> Tensor:
+        logits = self.module(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=packed.mask, use_cache=False
+        ).logits
+        chosen = logits.reshape(-1, logits.shape[-1])[packed.sources, : self._policy.vocab_size]
+        return torch.log_softmax(chosen.float(), dim=-1).gather(-1, packed.targets[:, None])[:, 0]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpoctl.algorithms.token_logprobs import token_logprobs
-from grpoctl.engines.base import Unit
+from grpoctl.engines.base import TokenIds, Unit
+from grpoctl.engines.forward import model_logprobs, unit_logprobs
 from grpoctl.engines.tokenizer import require
 from grpoctl.errors import InputRefused
 
@@ -108,10 +108,26 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
     place = pick_device(device)
     module.to(place).eval()
     policy = Policy(module=module, vocab_size=vocab_size, device=place)
+    check_policy(policy, ref)
+    policy.autocast = autocast_type(dtype)
+    return policy
+
+
+def autocast_type(dtype: str) -> torch.dtype | None:
+    """Return what a forward in `dtype` is cast to on the way."""
+    return torch.bfloat16 if dtype == "bfloat16" else None
+
+
+def check_policy(policy: Policy, ref: str) -> None:
+    """Check that our forward computes what the model does, and find whether prompts may be shared.
+
+    Where the policy is split over processes each of them calls it.
+
+    Raises:
+        InputRefused: the model scales or caps its logits in a way the chunked head doesn't know.
+    """
     _check_head(policy, ref)
     policy.shares_prompts, policy.max_shared_tokens = _sharing(policy)
-    policy.autocast = torch.bfloat16 if dtype == "bfloat16" else None
-    return policy
 
 
 def _loaded(kind: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -125,9 +141,8 @@ def _loaded(kind: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def _probe_ids(policy: Policy) -> Tensor:
-    size = policy.vocab_size
-    return torch.tensor([(7 * i * i + 3 * i + 1) % size for i in range(12)], device=policy.device)
+def _probe_ids(policy: Policy) -> TokenIds:
+    return np.array([(7 * i * i + 3 * i + 1) % policy.vocab_size for i in range(12)], dtype=np.int32)
 
 
 @torch.no_grad()
@@ -135,14 +150,9 @@ def _check_head(policy: Policy, ref: str) -> None:
     head = policy.module.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InputRefused(f"{ref}: its output embedding is missing or has a bias; only a plain matrix is supported")
-    ids = _probe_ids(policy)[None]
-    positions = torch.arange(ids.shape[1], device=policy.device)[None]
-    ours, _ = token_logprobs(
-        policy.hidden(ids, positions, None)[0, :-1], policy.head, ids[0, 1:], vocab_size=policy.vocab_size
-    )
-    logits = policy.module(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1, : policy.vocab_size]
-    theirs = torch.log_softmax(logits.float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
-    gap = float((ours - theirs).abs().max())
+    ids = _probe_ids(policy)
+    probe = [Unit(prompt_ids=ids[:1], completions=(ids[1:],), rows=(0,))]
+    gap = float((unit_logprobs(policy, probe, temperature=1.0)[0] - model_logprobs(policy, probe)).abs().max())
     if not gap <= PROBE_TOLERANCE:
         raise InputRefused(
             f"{ref}: the model's logits differ from hidden states times output embedding by {gap:.3g} nats; "
@@ -152,9 +162,7 @@ def _check_head(policy: Policy, ref: str) -> None:
 
 @torch.no_grad()
 def _sharing(policy: Policy) -> tuple[bool, int | None]:
-    from grpoctl.engines.forward import unit_logprobs
-
-    ids = _probe_ids(policy).cpu().numpy().astype(np.int32)
+    ids = _probe_ids(policy)
     parts = (ids[4:8], ids[8:12])
     together = Unit(prompt_ids=ids[:4], completions=parts, rows=(0, 1))
     apart = [Unit(prompt_ids=ids[:4], completions=(part,), rows=(i,)) for i, part in enumerate(parts)]

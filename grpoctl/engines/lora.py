@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpoctl.config import LoraConfig
+from grpoctl.engines.sharding import split_like
 from grpoctl.engines.tokenizer import require
 from grpoctl.errors import InputRefused, UsageError
 
@@ -58,6 +59,16 @@ def attach(policy: Any, adapters: Adapters, *, seed: int) -> None:
     Raises:
         UsageError: no layer has one of the target names.
     """
+    insert(policy, adapters)
+    draw(policy, seed=seed)
+
+
+def insert(policy: Any, adapters: Adapters) -> None:
+    """Freeze a policy's weights and make room for adapters, on no device where its weights aren't either.
+
+    Raises:
+        UsageError: no layer has one of the target names.
+    """
     require("peft", "torch")
     from peft import inject_adapter_in_model
 
@@ -67,13 +78,20 @@ def attach(policy: Any, adapters: Adapters, *, seed: int) -> None:
         raise UsageError(
             f"update.lora.targets {list(adapters.config.targets)}: {str(error).splitlines()[0]}"
         ) from error
+    policy.adapters = adapters
+
+
+@torch.no_grad()
+def draw(policy: Any, *, seed: int) -> None:
+    """Give adapters their values of a fresh start, on every rank its share."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     for name, parameter in sorted(policy.module.named_parameters()):
         if ".lora_A." in name:
             bound = parameter.shape[1] ** -0.5  # peft's kaiming_uniform_(a=√5), from a seed of our own
             drawn = torch.rand(parameter.shape, generator=generator) * 2 * bound - bound
-            parameter.data.copy_(drawn)
-    policy.adapters = adapters
+            parameter.copy_(split_like(drawn, parameter))
+        elif ".lora_B." in name:
+            parameter.zero_()
 
 
 def _peft_config(adapters: Adapters) -> Any:
@@ -138,9 +156,10 @@ def read_base(folder: Path, config: LoraConfig, where: str) -> Base:
     return Base(**record["base"])
 
 
+@torch.no_grad()
 def load_adapters(policy: Any, folder: Path) -> None:
-    """Put stored adapters in the place of a policy's fresh ones."""
+    """Put stored adapters in the place of a policy's fresh ones, on every rank its share."""
     stored = load_file(str(folder / WEIGHTS))
     parameters = {name: p for name, p in policy.module.named_parameters() if ".lora_" in name}
     for name, parameter in parameters.items():
-        parameter.data.copy_(stored[PREFIX + name.replace(".default.", ".")])
+        parameter.copy_(split_like(stored[PREFIX + name.replace(".default.", ".")], parameter))

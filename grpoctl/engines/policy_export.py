@@ -62,6 +62,17 @@ def write_policy(folder: Path, policy: Any, tensors: dict[str, Tensor], *, adapt
             path.unlink()  # config, tokenizer and template are carried from the parent unchanged
 
 
+def write_tensors_as_policy(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write whole tensors under the names they have, as `write_policy` does for an engine that knows no transformers."""
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with _disk_errors():
+        save_torch_state_dict(tensors, folder, max_shard_size="50GB")
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
 @contextmanager
 def _disk_errors() -> Iterator[None]:
     """Raise the OSError that safetensors wraps in an error of its own."""

@@ -29,6 +29,12 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
+    block: int = 1
+    """Processes that count as one here, because they share a copy of the model and work on the same rows."""
+
+    def in_blocks(self, size: int) -> Ranks:
+        """Return blocks of `size` neighbours as ranks; what they exchange is the word of each block's first."""
+        return Ranks(rank=self.rank // size, world_size=self.world_size // size, block=self.block * size)
 
     @property
     def is_first(self) -> bool:
@@ -37,14 +43,15 @@ class Ranks:
 
     def gather(self, value: Value) -> list[Value]:
         """Return every rank's value, in the order of ranks, on every rank."""
-        if self.world_size == 1:
+        count = self.world_size * self.block
+        if count == 1:
             return [value]
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.world_size
+        values: list[Any] = [None] * count
         with self.lost_peers():
             dist.all_gather_object(values, value)
-        return values
+        return values[:: self.block]
 
     def share(self, value: Value) -> Value:
         """Return the first rank's value on every rank."""
@@ -77,7 +84,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if self.world_size > 1 and any(words in str(error) for words in LOST):
+            if self.world_size * self.block > 1 and any(words in str(error) for words in LOST):
                 raise PeerFailed(
                     f"process {self.rank} of {self.world_size}: another process is gone (see its message, or the "
                     "kernel's log for one that ran out of memory); nothing was committed, rerun",

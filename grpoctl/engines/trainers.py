@@ -7,7 +7,6 @@ from typing import Any
 
 from grpoctl.config import RuntimeConfig, UpdateConfig
 from grpoctl.engines.base import OptimizerSettings, Trainer
-from grpoctl.engines.hf_model import Policy
 from grpoctl.engines.ranks import Ranks
 from grpoctl.engines.sharding import checkpoint_activations, shard
 from grpoctl.engines.torch_trainer import TorchTrainer
@@ -15,7 +14,7 @@ from grpoctl.errors import UsageError
 from grpoctl.storage import locate, read_bytes
 
 
-def make_trainer(policy: Policy, update: UpdateConfig, runtime: RuntimeConfig, *, ranks: Ranks) -> Trainer:
+def make_trainer(policy: Any, update: UpdateConfig, runtime: RuntimeConfig, *, ranks: Ranks) -> Trainer:
     """Return the engine, with fresh optimizer state."""
     settings = OptimizerSettings(
         beta1=update.beta1,
@@ -24,6 +23,10 @@ def make_trainer(policy: Policy, update: UpdateConfig, runtime: RuntimeConfig, *
         weight_decay=update.weight_decay,
         grad_clip=update.grad_clip,
     )
+    if update.engine == "megatron":
+        from grpoctl.engines.megatron_trainer import MegatronTrainer
+
+        return MegatronTrainer(policy, settings, ranks)
     if runtime.activation_checkpointing:
         checkpoint_activations(policy)
     if update.engine == "deepspeed":
@@ -32,7 +35,8 @@ def make_trainer(policy: Policy, update: UpdateConfig, runtime: RuntimeConfig, *
 
         given = _read_json(runtime.deepspeed.config_file)
         config = engine_config(runtime.deepspeed, given, grad_clip=update.grad_clip, world_size=ranks.world_size)
-        return DeepSpeedTrainer(policy, settings, config, ranks, device=runtime.device)
+        own_adam = runtime.deepspeed.optimizer == "deepspeed"
+        return DeepSpeedTrainer(policy, settings, config, ranks, device=runtime.device, own_adam=own_adam)
     shard(policy, ranks, device=runtime.device)
     return TorchTrainer(policy, settings, ranks)
 

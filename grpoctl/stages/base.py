@@ -142,8 +142,32 @@ class Context:
         """Return the shards that this process is to write."""
         return list(range(num_shards)) if self.shards is None else self.shards.indices(num_shards)
 
-    def model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig) -> Any:
-        """Return the policy's model, loaded once for each weights digest; into host memory where it is to be split.
+    def megatron_model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig) -> Any:
+        """Return this process's share of the policy's Megatron model, loaded once for each weights digest.
+
+        Raises:
+            TryAgain: the device has no memory for it.
+        """
+        from grpoctl.engines.megatron_model import load_megatron
+        from grpoctl.engines.tokenizer import load_tokenizer
+
+        set_threads(runtime)
+        key = (policy.weights_digest, f"megatron {dtype}", runtime.device)
+        if key not in self.models:
+            with memory_errors("loading the model", "a larger runtime.megatron.tensor_parallel_size"):
+                self.models[key] = load_megatron(
+                    policy.folder,
+                    ref=policy.ref,
+                    vocab_size=load_tokenizer(policy.folder, policy.ref).vocab_size,
+                    device=runtime.device,
+                    dtype=dtype,
+                    tensor_parallel_size=runtime.megatron.tensor_parallel_size,
+                    ranks=self.ranks,
+                )
+        return self.models[key]
+
+    def model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig, device: str | None = None) -> Any:
+        """Return the policy's whole model, loaded once for each weights digest, on the device or on runtime's.
 
         Raises:
             TryAgain: the device has no memory for it.
@@ -156,7 +180,7 @@ class Context:
         if key not in self.models:
             size = load_tokenizer(policy.folder, policy.ref).vocab_size
             with memory_errors("loading the model", "a smaller dtype or another device"):
-                place = runtime.device if self.ranks.world_size == 1 else "cpu"
+                place = device or runtime.device
                 loaded = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device=place, dtype=dtype)
             self.models[key] = loaded
             while len(self.models) > WARM_MODELS:

@@ -31,8 +31,9 @@ from grpoctl.stages.base import (
     require_same_tokenizer,
 )
 from grpoctl.stages.gap import gap_summary, gap_sums
-from grpoctl.stages.processes import needs_processes, run_in_processes
+from grpoctl.stages.processes import data_ranks, needs_processes, run_in_processes
 from grpoctl.stages.rows import TOKEN_COLUMNS, TokenRows, token_rows
+from grpoctl.stages.split_model import split_model
 
 log = logging.getLogger("grpoctl")
 GAP_LIMITS: Final = {True: (1e-4, 1e-3), False: (0.05, 0.15)}
@@ -177,12 +178,9 @@ def row_logprobs(
 
     from grpoctl.engines.dealing import dealt_chunks
     from grpoctl.engines.forward import unit_logprobs
-    from grpoctl.engines.sharding import shard
 
-    ranks = context.ranks
-    with ranks.agreed():
-        model = context.model(policy, dtype=job.logprob.dtype, runtime=job.runtime)
-    shard(model, ranks, device=job.runtime.device)
+    ranks = data_ranks(job.logprob.engine, job.runtime, context.ranks)
+    model = _model(policy, job, context)
     chunks = dealt_chunks(
         rows.prompt_ids, rows.completion_ids, policy=model, budget=job.runtime.micro_batch_tokens, ranks=ranks
     )
@@ -203,6 +201,14 @@ def row_logprobs(
                     entropies[row] = flat_entropy[place : place + len(ids)]
                 place += len(ids)
     return _in_order(rows, ranks.gather(logprobs)), _in_order(rows, ranks.gather(entropies)) if with_entropy else None
+
+
+def _model(policy: Policy, job: LogprobJob, context: Context) -> Any:
+    if job.logprob.engine == "megatron":
+        return context.megatron_model(policy, dtype=job.logprob.dtype, runtime=job.runtime)
+    if context.ranks.world_size > 1:
+        return split_model(policy, context, dtype=job.logprob.dtype, runtime=job.runtime)
+    return context.model(policy, dtype=job.logprob.dtype, runtime=job.runtime)
 
 
 def _in_order(rows: TokenRows, parts: Sequence[dict[int, FloatVector]]) -> list[FloatVector]:

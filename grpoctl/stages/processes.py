@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from grpoctl import errors, launched
 from grpoctl.artifacts import Work, committed
-from grpoctl.config import Section
-from grpoctl.errors import GrpoctlError, Interrupted, PeerFailed
+from grpoctl.config import RuntimeConfig, Section
+from grpoctl.engines.ranks import Ranks
+from grpoctl.errors import GrpoctlError, Interrupted, PeerFailed, UsageError
 from grpoctl.stages.base import Context, StageResult, StopFlag
 
 POLL_SECONDS: Final = 0.05
@@ -32,7 +33,22 @@ WORST_FIRST: Final = (1, 2, 3, 4, 5, 6, 130, 143, 75)
 
 def needs_processes(num_processes: int, *, engine: str) -> bool:
     """Return whether a stage has to start processes: several are asked for, or its engine needs a group of its own."""
-    return not launched.is_launched() and (num_processes > 1 or engine == "deepspeed")
+    return not launched.is_launched() and (num_processes > 1 or engine in ("deepspeed", "megatron"))
+
+
+def data_ranks(engine: str, runtime: RuntimeConfig, ranks: Ranks) -> Ranks:
+    """Return the processes among which rows are dealt: those that share a tensor-parallel copy of the model are one.
+
+    Raises:
+        UsageError: the processes can't be divided into such blocks.
+    """
+    size = runtime.megatron.tensor_parallel_size if engine == "megatron" else 1
+    if ranks.world_size % size:
+        raise UsageError(
+            f"runtime.megatron.tensor_parallel_size: {size} doesn't divide the {ranks.world_size} processes "
+            "(runtime.num_processes, or those that the launcher started)"
+        )
+    return ranks.in_blocks(size)
 
 
 def run_in_processes(stage: str, job: Any, context: Context, work: Work) -> StageResult:

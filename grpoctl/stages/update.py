@@ -27,7 +27,7 @@ from grpoctl.stages.base import (
     require_same_tokenizer,
 )
 from grpoctl.stages.joins import require_made_from
-from grpoctl.stages.processes import needs_processes, run_in_processes
+from grpoctl.stages.processes import data_ranks, needs_processes, run_in_processes
 from grpoctl.stages.update_batches import TrainingRows, has_signal, load_training_rows, mini_batches, num_mini_batches
 from grpoctl.stages.update_report import check_limits, step_statistics
 from grpoctl.stages.update_step import Step, StepSettings, learning_rate
@@ -183,6 +183,7 @@ def _check_reference(job: UpdateJob, inputs: UpdateInputs) -> None:
 def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, data: TrainingRows) -> StageResult:
     assert inputs.rollouts.manifest.sampling is not None
     sampling = inputs.rollouts.manifest.sampling
+    sharers = data_ranks(job.update.engine, job.runtime, context.ranks)
     trainer = ready_trainer(job, context, inputs)
     settings = StepSettings(
         config=job.update,
@@ -201,7 +202,7 @@ def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, d
     for epoch, rows in context.follow(plan, "update"):
         keep = job.update.token_stats and epoch == 0
         settings = dataclasses.replace(settings, keep_tokens=keep)
-        step = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=context.ranks)
+        step = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=sharers)
         global_step = inputs.first_step + len(trained.steps)
         trained.steps.append({"epoch": epoch, **_take(step, job, global_step, trained.tokens)})
         with context.ranks.agreed():

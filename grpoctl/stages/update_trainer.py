@@ -8,11 +8,12 @@ from typing import Any
 
 from grpoctl.algorithms.seeds import identity_seed
 from grpoctl.artifacts import Artifact
-from grpoctl.errors import InputRefused
+from grpoctl.errors import InputRefused, UsageError
 from grpoctl.jobs import UpdateJob
 from grpoctl.policies import Policy, open_policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context
+from grpoctl.stages.split_model import split_model
 from grpoctl.stages.update_write import ADAPTER, STATE, UpdateInputs
 
 
@@ -23,8 +24,7 @@ def ready_trainer(job: UpdateJob, context: Context, inputs: UpdateInputs) -> Any
     state = inputs.resume.manifest.content_digest if inputs.resume else "fresh"
     warm = context.trainers.pop(_warm_key(job, inputs.policy.weights_digest, state), None)
     with tempfile.TemporaryDirectory() as scratch:
-        with context.ranks.agreed():  # loading sends nothing, so a process that can't stops all of them
-            model = _model(job, context, inputs, Path(scratch) / ADAPTER)
+        model = _model(job, context, inputs, Path(scratch) / ADAPTER)
         context.trainers.clear()
         if warm is not None and warm.policy is model:
             return warm
@@ -36,32 +36,63 @@ def ready_trainer(job: UpdateJob, context: Context, inputs: UpdateInputs) -> Any
 
 def _model(job: UpdateJob, context: Context, inputs: UpdateInputs, folder: Path) -> Any:
     """Return the policy to train, taken out of the warm ones because it is about to change."""
+    ranks, dtype, runtime = context.ranks, job.update.dtype, job.runtime
+    if job.update.engine == "megatron":
+        if runtime.activation_checkpointing:
+            raise UsageError(
+                "runtime.activation_checkpointing: engine megatron doesn't have it; use torch or deepspeed"
+            )
+        with ranks.agreed():
+            return context.megatron_model(inputs.policy, dtype=dtype, runtime=runtime)
+    with ranks.agreed():  # reading sends nothing, so a process that can't stops all of them
+        policy, adapters = _base(job, inputs, folder)
+
+    def insert_adapters(model: Any) -> None:
+        if adapters is not None:
+            from grpoctl.engines.lora import insert
+
+            insert(model, adapters)
+
+    def fill_adapters(model: Any) -> None:
+        if adapters is None:
+            return
+        from grpoctl.engines.lora import draw, load_adapters
+
+        if inputs.resume is not None:
+            load_adapters(model, folder)
+        else:
+            draw(model, seed=identity_seed("lora", adapters.base.weights_digest, job.seed))
+
+    if job.update.engine == "torch" and ranks.world_size > 1:
+        model = split_model(policy, context, dtype=dtype, runtime=runtime, before=insert_adapters, after=fill_adapters)
+    else:
+        with ranks.agreed():
+            in_host = job.update.engine == "deepspeed" and runtime.deepspeed.zero_stage == 3
+            model = context.model(policy, dtype=dtype, runtime=runtime, device="cpu" if in_host else None)
+            insert_adapters(model)
+            fill_adapters(model)
+    context.models.pop((policy.weights_digest, dtype, runtime.device))
+    return model
+
+
+def _base(job: UpdateJob, inputs: UpdateInputs, folder: Path) -> tuple[Policy, Any]:
+    """Return the policy to load, and the adapters to put beside it or None; stored ones are fetched into the folder."""
     config = job.update.lora
     if not config.rank:
-        return _taken(context, inputs.policy, job)
-    from grpoctl.engines.lora import Adapters, Base, attach, load_adapters, read_base
+        return inputs.policy, None
+    from grpoctl.engines.lora import Adapters, Base, read_base
 
-    base_policy, base = inputs.policy, Base(ref=inputs.policy.ref, weights_digest=inputs.policy.weights_digest)
+    policy, base = inputs.policy, Base(ref=inputs.policy.ref, weights_digest=inputs.policy.weights_digest)
     if inputs.resume is not None:
         inputs.resume.fetch_files(ADAPTER, folder)
         base = read_base(folder, config, inputs.resume.url)
-        base_policy = open_policy(base.ref)
-        if base_policy.weights_digest != base.weights_digest:
+        policy = open_policy(base.ref)
+        if policy.weights_digest != base.weights_digest:
             raise InputRefused(
                 f"{inputs.resume.url}: its adapters belong to weights {base.weights_digest[:12]}…, {base.ref} has "
-                f"{base_policy.weights_digest[:12]}… now; restore that policy"
+                f"{policy.weights_digest[:12]}… now; restore that policy"
             )
-    model = _taken(context, base_policy, job)
-    attach(model, Adapters(config=config, base=base), seed=identity_seed("lora", base.weights_digest, job.seed))
-    if inputs.resume is not None:
-        load_adapters(model, folder)
-    return model
-
-
-def _taken(context: Context, policy: Policy, job: UpdateJob) -> Any:
-    model = context.model(policy, dtype=job.update.dtype, runtime=job.runtime)
-    context.models.pop((policy.weights_digest, job.update.dtype, job.runtime.device))
-    return model
+    return policy, Adapters(config=config, base=base)
 
 
 def keep_warm(job: UpdateJob, context: Context, trainer: Any, artifact: Artifact, digest: str) -> None:
@@ -71,7 +102,7 @@ def keep_warm(job: UpdateJob, context: Context, trainer: Any, artifact: Artifact
     can't sample, so neither is kept.
     """
     committed = artifact.manifest.policy
-    changed = job.update.lora.rank or job.runtime.activation_checkpointing
+    changed = job.update.lora.rank or job.runtime.activation_checkpointing or job.update.engine == "megatron"
     if context.ranks.world_size > 1 or changed or committed is None or committed.weights_digest != digest:
         return
     context.models[(digest, job.update.dtype, job.runtime.device)] = trainer.policy

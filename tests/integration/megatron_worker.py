@@ -1,0 +1,21 @@
+"""Load a policy folder into Megatron and export it again: megatron_worker.py FOLDER TENSOR_PARALLEL OUT."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from grpoctl.config import MegatronConfig, RuntimeConfig, UpdateConfig
+from grpoctl.engines.megatron_model import load_megatron
+from grpoctl.engines.ranks import join
+from grpoctl.engines.trainers import make_trainer
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, size, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    ranks = join("cpu")
+    policy = load_megatron(
+        folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32", tensor_parallel_size=size, ranks=ranks
+    )
+    runtime = RuntimeConfig(megatron=MegatronConfig(tensor_parallel_size=size))
+    make_trainer(policy, UpdateConfig(engine="megatron"), runtime, ranks=ranks).export(out)
