@@ -363,6 +363,20 @@ class MegatronConfig(Section):
     """Processes that share every matrix; the others hold copies and work on other rows."""
 
 
+class ServeConfig(Section):
+    """Servers that `run` starts, keeps between iterations and stops, for rollout.engine: server."""
+
+    command: Words = ()
+    """Command line of one server, as a list of words; {policy} is the policy's folder, {port} a free port, {index} the
+    server's number. Empty: none is started."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables for the servers, with the same names filled in, as {CUDA_VISIBLE_DEVICES: "{index}"}."""
+    replicas: Positive = 1
+    """Servers to start, each with the whole model."""
+    start_seconds: Annotated[float, Field(gt=0.0)] = 900.0
+    """How long a server may take until it answers."""
+
+
 class RuntimeConfig(Section):
     """What never changes a result: devices, memory, speed."""
 
@@ -388,6 +402,10 @@ class RuntimeConfig(Section):
     server_timeout_seconds: Annotated[float, Field(gt=0.0)] = 1800.0
     """server: a server that finishes nothing for this long is dropped and its prompts are asked elsewhere; choose more than
     one completion takes."""
+    engine_timeout_seconds: Annotated[float, Field(gt=0.0)] = 1800.0
+    """vllm: an engine that finishes no completion for this long hangs, and the stage ends with exit 75."""
+    serve: ServeConfig = ServeConfig()
+    """`run`: servers to start and stop, besides those of `servers`."""
     python: dict[str, str] = Field(default_factory=dict)
     """`run`: interpreter for a stage that needs an environment of its own, as {rollout: .venv-vllm/bin/python}."""
     num_processes: Positive = 1

@@ -17,6 +17,7 @@ from grpoctl.artifacts import Artifact, differences, read_manifest
 from grpoctl.config import Section
 from grpoctl.errors import Conflict, InputRefused, UsageError
 from grpoctl.jobs import LogprobJob, PipelineConfig, RolloutJob, ScoreJob, SyncJob, UpdateJob
+from grpoctl.managed_servers import ManagedServers
 from grpoctl.policies import POLICY_RECORD, open_policy
 from grpoctl.schema.canonical import canonical_json
 from grpoctl.stages import logprob, rollout, score, sync, update
@@ -84,6 +85,7 @@ class Pipeline:
     wall_seconds: float = 0.0
     engine_seconds: float = 0.0
     workers: dict[str, Any] = field(default_factory=dict)
+    servers: ManagedServers | None = None
 
     def run(self) -> dict[str, Any]:
         """Run every iteration that isn't finished; return the run's summary."""
@@ -178,7 +180,7 @@ class Pipeline:
                 continue
             self.context.stop.check()
             started = time.monotonic()
-            result = self._run_stage(stage, self._job(config, iteration, stage), config)
+            result = self._run_stage(stage, self._served(config, iteration, stage), config)
             worked = worked or result.state == "done"
             log.debug("iter-%06d %s: %s in %.2f s", iteration, stage, result.state, time.monotonic() - started)
         return worked
@@ -194,8 +196,19 @@ class Pipeline:
             self.workers[python] = StageWorker(python)
         return self.workers[python].run(stage, job, self.context)
 
+    def _served(self, config: PipelineConfig, iteration: int, stage: str) -> Section:
+        """Return a stage's job; one that samples from servers of our own gets their addresses."""
+        job = self._job(config, iteration, stage)
+        if not isinstance(job, RolloutJob) or config.rollout.engine != "server" or self._is_there(iteration, stage):
+            return job
+        if self.servers is None:
+            self.servers = ManagedServers(config.runtime, self.context)
+        return job.model_copy(update={"servers": (*job.servers, *self.servers.serving(job.policy))})
+
     def close(self) -> None:
-        """End the interpreters that stages were run in."""
+        """End the interpreters that stages were run in, and the servers."""
+        if self.servers is not None:
+            self.servers.close()
         for worker in self.workers.values():
             worker.close()
 

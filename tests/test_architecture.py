@@ -27,6 +27,7 @@ FLOORS = {
     "reward_models": 4.4,
     "engines": 5,
     "stages": 6,
+    "managed_servers": 6.5,
     "pipeline": 7,
     "commands": 8,
     "stage_worker": 8.2,

@@ -73,6 +73,7 @@ class VllmSettings:
         memory_fraction: of a GPU's memory, for weights and cache together
         cpu_cache_gib: key-value cache on a CPU, GiB
         enforce_eager: no compilation and no CUDA graphs: slower, but starts at once
+        timeout_seconds: how long an engine may go without finishing a completion
     """
 
     dtype: str
@@ -80,6 +81,7 @@ class VllmSettings:
     memory_fraction: float
     cpu_cache_gib: int
     enforce_eager: bool
+    timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings, VllmSettings
 from grpoctl.engines.tokenizer import Tokenizer, require
+from grpoctl.engines.watchdog import watched
 from grpoctl.errors import InputRefused, TryAgain
 
 FINISH: Final = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -34,6 +35,7 @@ class VllmSampler:
         from vllm import LLM, __version__
 
         self.name = f"vllm {__version__}"
+        self._patience = settings.timeout_seconds
         cpu = _on_cpu()
         options: dict[str, Any] = {
             "model": str(folder),
@@ -82,11 +84,15 @@ class VllmSampler:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            outputs = self._engine.generate(prompts, params, use_tqdm=False)
+            with watched(self.name, self._unfinished, patience_seconds=self._patience):
+                outputs = self._engine.generate(prompts, params, use_tqdm=False)
         except EngineDeadError as error:
             raise TryAgain("the vLLM engine died; finished shards are kept: rerun (see its own log above)") from error
         drawn = {i: _sample(output.outputs[0]) for i, output in zip(order, outputs, strict=True)}
         return [drawn[i] for i in range(len(requests))]
+
+    def _unfinished(self) -> int:
+        return int(self._engine.llm_engine.get_num_unfinished_requests())
 
     def reload(self, folder: Path) -> None:
         """Load other weights of the same architecture; whether they took is for `prompt_logprobs` to tell."""

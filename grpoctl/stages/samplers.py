@@ -71,6 +71,7 @@ def _vllm(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
     set_threads(job.runtime)
     names = ("tensor_parallel_size", "memory_fraction", "cpu_cache_gib", "enforce_eager")
     options: dict[str, Any] = {"dtype": job.rollout.dtype} | {name: getattr(job.runtime, name) for name in names}
+    options["timeout_seconds"] = job.runtime.engine_timeout_seconds
     key = sha256_json({"tokenizer": policy.tokenizer_digest, **options})
     warm_digest, warm = context.samplers.pop(key, (None, None))
     if warm is not None and (warm_digest == policy.weights_digest or _reloaded(warm, policy, job.rollout.dtype)):

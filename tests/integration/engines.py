@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 START_SECONDS = 300
 CONTEXT = 1024
-ENVIRONMENT = {
-    **os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
+COMMON = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 VLLM_ENVIRONMENT = {
@@ -72,42 +71,54 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def vllm_command(
+    model: str | Path, *options: str, dtype: str = "float32", raw: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of vLLM's OpenAI server on a policy folder, without its address, and its variables."""
+    mode = [] if raw else ["--logprobs-mode", "processed_logprobs"]
+    command = [
+        interpreter("GRPOCTL_VLLM_PYTHON", "env-vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--dtype", dtype, "--enforce-eager", "--no-enable-chunked-prefill", "--max-model-len", str(CONTEXT),
+        *mode, *options,
+    ]  # fmt: skip
+    return command, {**COMMON, **VLLM_ENVIRONMENT}
+
+
+def sglang_command(model: str | Path, *, dtype: str = "float32") -> tuple[list[str], dict[str, str]]:
+    """Return SGLang's command; its context is a little longer, since it keeps some of it back."""
+    command = [
+        interpreter("GRPOCTL_SGLANG_PYTHON", "env-sglang"), str(HERE / "sglang_cpu/launch.py"), "--model-path", str(model),
+        "--device", "cpu", "--dtype", dtype, "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--mem-fraction-static", "0.2", "--max-total-tokens", "8192", "--max-running-requests", "16",
+        "--context-length", str(CONTEXT + 8), "--cuda-graph-backend-decode", "disabled",
+        "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup",
+    ]  # fmt: skip
+    return command, {**COMMON, **SGLANG_ENVIRONMENT}
+
+
 @contextmanager
 def vllm_server(
     model: str | Path, log: Path, *options: str, dtype: str = "float32", raw: bool = False
 ) -> Iterator[Engine]:
     """Start vLLM's OpenAI server on a policy folder."""
-    mode = [] if raw else ["--logprobs-mode", "processed_logprobs"]
-    python = interpreter("GRPOCTL_VLLM_PYTHON", "env-vllm")
-    command = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype, "--enforce-eager",
-        "--no-enable-chunked-prefill", "--max-model-len", str(CONTEXT), *mode, *options,
-    ]  # fmt: skip
-    with _running(command, VLLM_ENVIRONMENT, log) as engine:
+    with _running(*vllm_command(model, *options, dtype=dtype, raw=raw), log) as engine:
         yield engine
 
 
 @contextmanager
 def sglang_server(model: str | Path, log: Path, *, dtype: str = "float32") -> Iterator[Engine]:
-    """Start SGLang's server on a policy folder; its context is a little longer, since it keeps some of it back."""
-    python = interpreter("GRPOCTL_SGLANG_PYTHON", "env-sglang")
-    command = [
-        python, str(HERE / "sglang_cpu/launch.py"), "--model-path", str(model), "--device", "cpu", "--dtype", dtype,
-        "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.2",
-        "--max-total-tokens", "8192", "--max-running-requests", "16", "--context-length", str(CONTEXT + 8),
-        "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup",
-    ]  # fmt: skip
-    with _running(command, SGLANG_ENVIRONMENT, log) as engine:
+    """Start SGLang's server on a policy folder."""
+    with _running(*sglang_command(model, dtype=dtype), log) as engine:
         yield engine
 
 
 @contextmanager
-def _running(command: Sequence[str], environment: dict[str, Any], log: Path) -> Iterator[Engine]:
+def _running(command: Sequence[str], environment: dict[str, str], log: Path) -> Iterator[Engine]:
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env={**ENVIRONMENT, **environment},
+            env={**os.environ, **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from addition import QUICKSTART, addition_prompts
 from command_line import Outcome, assert_refused, done, ended, grpoctl, manifest, rows, start
-from engines import CONTEXT, Engine, sglang_server, vllm_server
+from engines import CONTEXT, Engine, sglang_command, sglang_server, vllm_command, vllm_server
 
 from grpoctl.artifacts import open_artifact
 from grpoctl.policies import BUILTIN
@@ -348,3 +348,31 @@ def test_a_pipeline_runs_on_a_server_that_sync_keeps_current(sglang: Engine, tmp
     assert result.returncode == 0, result.stderr[-3000:]
     record = json.loads(result.stdout)
     assert [row["rollout_gap_max"] < 2e-4 for row in record["metrics"]] == [True, True, True]
+
+
+def managed(command: Sequence[str], environment: dict[str, str], run_dir: Path) -> tuple[list[dict[str, Any]], str]:
+    """Run three iterations whose rollouts come from a server that `run` starts; return metrics and stderr."""
+    serve = {"command": list(command), "environment": environment}
+    words = [
+        sys.executable, "-m", "grpoctl", "run", QUICKSTART, "--run-dir", str(run_dir), "--iterations", "3",
+        "--set", "rollout.engine=server", "--set", "update.lr=1e-3", "--set", f"runtime.serve={json.dumps(serve)}",
+        "--set", "rollout.prompts_per_iteration=8", "--set", "update.mini_batch_size=64", "--json",
+    ]  # fmt: skip
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)["metrics"], result.stderr
+
+
+def test_run_starts_sglang_once_and_gives_it_each_new_policy(tmp_path: Path) -> None:
+    command, environment = sglang_command("{policy}")
+    rows, told = managed([*command, "--host", "127.0.0.1", "--port", "{port}"], environment, tmp_path / "run")
+    assert [row["rollout_gap_max"] < 2e-4 for row in rows] == [True, True, True]
+    assert told.count("starting server 0") == 1 and told.count("given the new policy") == 2
+
+
+def test_run_starts_a_vllm_that_keeps_its_old_head_anew(tmp_path: Path) -> None:
+    """On a CPU vLLM can't take weights whose output embedding is tied: each iteration gets a fresh server instead."""
+    command, environment = vllm_command("{policy}")
+    rows, told = managed([*command, "--host", "127.0.0.1", "--port", "{port}"], environment, tmp_path / "run")
+    assert [row["rollout_gap_max"] < 2e-4 for row in rows] == [True, True, True]
+    assert told.count("starting server 0") == 3 and told.count("starting it anew") == 2
