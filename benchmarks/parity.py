@@ -1,9 +1,9 @@
 """Hold every training engine to the single-process torch engine: `python benchmarks/parity.py` prints the table.
 
-Each layout takes the same steps on the built-in policy, over rows of 1 to 200 tokens: one with each aggregation and one
-in which a single row has loss (so that a second process has nothing but padding), all at learning rate 0, and then three
-that move the weights. Gradients are recovered from the optimizer's first moments, through the file that every engine
-writes. One-process layouts run in one launched process, two-process layouts in two.
+Each layout takes the same steps on the built-in policy, over completions of 1 to 500 tokens: one with each aggregation
+and one in which a single row has loss (so that a second process has nothing but padding), all at learning rate 0, and
+then three that move the weights. Gradients are recovered from the optimizer's first moments, through the file that every
+engine writes. One-process layouts run in one launched process, two-process layouts in two.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from grpoctl.config import DeepSpeedConfig, RuntimeConfig, UpdateConfig
+from grpoctl.config import UpdateConfig
 from grpoctl.engines.dealing import dealt_chunks
 from grpoctl.engines.forward import unit_logprobs
 from grpoctl.engines.hf_model import load_policy
 from grpoctl.engines.ranks import ALONE, Ranks, join
 from grpoctl.engines.trainers import make_trainer
 from grpoctl.policies import BUILTIN
+from grpoctl.runtime_config import DeepSpeedConfig, RuntimeConfig
 from grpoctl.stages.rows import TokenRows
 from grpoctl.stages.update_batches import TrainingRows
 from grpoctl.stages.update_step import Step, StepSettings
 
-AGGREGATIONS = ("seq-mean-token-sum-norm", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
-"""In the order of their gradients' sizes, so that recovering one from the moments doesn't cancel digits."""
+AGGREGATIONS = ("seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
+"""In the order of their gradients' sizes, so that recovering one from the moments doesn't cancel digits; one row's gradient
+lies before the last."""
+LINEAR = torch.nn.functional.linear
 GROUP_SIZE = 4
 NUM_GROUPS = 9
 BUDGETS = {1: 1 << 20, 4: 384}
@@ -56,6 +59,7 @@ class Layout:
     num_processes: int
     stage: int | None = None
     offload: str = "none"
+    adam: str = "torch"
     micro_batches: int = 1
     dtype: str = "float32"
     checkpointing: bool = False
@@ -68,6 +72,7 @@ class Layout:
         else:
             words = [f"DeepSpeed ZeRO {self.stage}"]
         words += [f"offload {self.offload}"] if self.offload != "none" else []
+        words += ["DeepSpeed's Adam"] if self.adam == "deepspeed" else []
         words += ["checkpointing"] if self.checkpointing else []
         return " ".join(words)
 
@@ -78,6 +83,11 @@ def layouts(num_processes: int) -> list[Layout]:
     kinds += [{"engine": "deepspeed", "stage": stage} for stage in range(4)]
     kinds += [{"engine": "deepspeed", "stage": stage, "offload": "optimizer"} for stage in (1, 2)]
     kinds += [{"engine": "deepspeed", "stage": 3, "offload": "all"}]
+    own = {"engine": "deepspeed", "adam": "deepspeed"}
+    kinds += [{**own, "stage": stage, "offload": "optimizer"} for stage in (1, 2)] + [
+        {**own, "stage": 0},
+        {**own, "stage": 3},
+    ]
     result = [
         Layout(num_processes=num_processes, micro_batches=count, **kind) for kind in kinds for count in sorted(BUDGETS)
     ]
@@ -92,13 +102,13 @@ def layouts(num_processes: int) -> list[Layout]:
 
 
 def training_rows() -> TrainingRows:
-    """Return groups of completions of 1 to 200 tokens, some tokens masked, with ratios away from 1."""
+    """Return groups of completions of 1 to 500 tokens, their logarithms uniform, some masked, with ratios away from 1."""
     generator = np.random.default_rng(11)
     prompts, completions, masks, groups = [], [], [], []
     for group in range(NUM_GROUPS):
         prompt = generator.integers(0, 320, int(generator.integers(3, 40))).astype(np.int32)
         for member in range(GROUP_SIZE):
-            length = 1 if member == 0 else 200 if (group, member) == (2, 1) else int(generator.integers(1, 120))
+            length = 1 if member == 0 else 500 if (group, member) == (2, 1) else int(500 ** generator.random())
             prompts.append(prompt)
             completions.append(generator.integers(0, 320, length).astype(np.int32))
             mask = generator.random(length) < 0.9
@@ -145,7 +155,14 @@ def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) 
     runtime = RuntimeConfig(
         device="cpu",
         activation_checkpointing=layout.checkpointing,
-        deepspeed=DeepSpeedConfig(zero_stage=layout.stage or 0, offload=layout.offload, config_file=str(ds_config)),  # type: ignore[arg-type]
+        deepspeed=DeepSpeedConfig.model_validate(
+            {
+                "zero_stage": layout.stage or 0,
+                "offload": layout.offload,
+                "optimizer": layout.adam,
+                "config_file": str(ds_config),
+            }
+        ),
     )
     policy = load_policy(BUILTIN / "tiny", ref="tiny", vocab_size=320, device="cpu", dtype=layout.dtype)
     trainer = make_trainer(policy, config, runtime, ranks=ranks)
@@ -153,8 +170,8 @@ def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) 
     shortest = [min(everything, key=lambda row: len(data.rows.completion_ids[row]))]
     third = len(everything) // 3
     plan = [(aggregation, everything, 0.0) for aggregation in AGGREGATIONS]
-    plan += [("token-mean", shortest, 0.0)]
-    plan += [("token-mean", everything[third * part : third * (part + 1)], 1e-3) for part in range(3)]
+    plan.insert(-1, ("token-mean", shortest, 0.0))
+    plan += [("token-mean", everything[third * part : third * (part + 1)], 1e-4) for part in range(3)]
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "micro_batches": []}
     before: dict[str, torch.Tensor] = {}
     for number, (aggregation, rows, lr) in enumerate(plan):
@@ -185,29 +202,40 @@ def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) 
     return found
 
 
-def compare(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    """Return the largest relative differences from the reference.
+def compare(found: dict[str, Any], reference: dict[str, Any], *, moving: bool = True) -> dict[str, Any]:
+    """Return the largest relative differences from the reference, losses and norms also of the steps that move or not.
 
-    Each parameter's gradient is held against its own norm, or a hundredth of the whole gradient's where that is more.
+    Each parameter's gradient is held against its own norm, or a hundredth of the whole gradient's where that is more;
+    `strict` is the largest against its own norm alone, `strict_at` names the parameter and `strict_size` tells its
+    gradient's norm as a part of the whole gradient's.
     Weights are held against all weights: AdamW makes steps of the learning rate's size out of a key bias's gradient,
     which is next to nothing, so that one parameter may differ by 1e-4 of itself.
     """
+    last = None if moving else len(reference["gradients"])
     gradient = 0.0
+    strict = (0.0, "", 0.0)
     for ours, theirs in zip(found["gradients"], reference["gradients"], strict=True):
         whole = sum(float(value.square().sum()) for value in theirs.values()) ** 0.5
         for name, value in theirs.items():
-            size = max(float(value.norm()), 1e-2 * whole)
-            gradient = max(gradient, float((ours[name] - value).norm()) / size)
+            own = float(value.norm())
+            gap = float((ours[name] - value).norm())
+            gradient = max(gradient, gap / max(own, 1e-2 * whole))
+            strict = max(strict, (gap / own, name, own / whole))
     squares = [
         (float((found["weights"][name] - value).square().sum()), float(value.square().sum()))
         for name, value in reference["weights"].items()
     ]
     weights = (sum(moved for moved, _ in squares) / sum(size for _, size in squares)) ** 0.5
     return {
-        "loss": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], reference["losses"], strict=True)),
+        "loss": max(
+            abs(a - b) / abs(b) for a, b in list(zip(found["losses"], reference["losses"], strict=True))[:last]
+        ),
         "gradient": gradient,
-        "norm": max(abs(a - b) / b for a, b in zip(found["norms"], reference["norms"], strict=True)),
+        "norm": max(abs(a - b) / b for a, b in list(zip(found["norms"], reference["norms"], strict=True))[:last]),
         "weights": weights,
+        "strict": strict[0],
+        "strict_at": strict[1],
+        "strict_size": strict[2],
     }
 
 
@@ -228,10 +256,11 @@ def work(folder: Path, wanted: Sequence[int] | None) -> None:
                 plain = Layout(engine="torch", num_processes=1, dtype=layout.dtype)
                 references[layout.dtype] = take_steps(plain, data, ALONE, Path(scratch))
             found = take_steps(layout, data, ranks, Path(scratch))
+            torch.nn.functional.linear = LINEAR  # ZeRO 3 leaves its own in the process
         if ranks.is_first:
             row = {**dataclasses.asdict(layout), "name": layout.name, **compare(found, references[layout.dtype])}
             if layout.dtype != "float32":
-                row["against_float32"] = compare(found, references["float32"])
+                row["against_float32"] = compare(found, references["float32"], moving=False)
             rows.append(row | {"forwards": found["micro_batches"][0], "seconds": time.monotonic() - started})
             print(line(rows[-1]), flush=True)
             (folder / f"{ranks.world_size}.json").write_text(json.dumps(rows))
@@ -255,7 +284,7 @@ def line(row: dict[str, Any]) -> str:
     numbers = "  ".join(f"{row[name]:8.1e}" for name in ("loss", "gradient", "norm", "weights"))
     return (
         f"{row['name']:36s} {row['num_processes']}p  {row['forwards']:3d} forwards  {row['dtype']:8s}  {numbers}  "
-        f"{row['seconds']:5.1f} s"
+        f"{row['seconds']:5.1f} s  {row['strict']:8.1e} at {row['strict_at']} ({row['strict_size']:.0e} of the whole)"
     )
 
 
@@ -271,6 +300,9 @@ def main() -> None:
         work(arguments.worker, wanted)
         return
     rows = table(wanted=wanted)
+    print(
+        "last: a gradient against its own norm alone, where that is largest, and its norm as a part of the whole gradient's"
+    )
     print(f"{'largest relative difference from torch on one process':75s} loss      gradient  norm      weights")
     for row in rows:
         print(line(row))

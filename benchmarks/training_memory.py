@@ -21,12 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from grpoctl.config import DeepSpeedConfig, RuntimeConfig, UpdateConfig
-from grpoctl.engines.hf_model import load_policy
+from grpoctl.config import LoraConfig, UpdateConfig
+from grpoctl.engines.lora import Adapters, Base, draw, insert
 from grpoctl.engines.ranks import join
 from grpoctl.engines.trainers import make_trainer
-from grpoctl.policies import BUILTIN
+from grpoctl.policies import BUILTIN, open_policy
+from grpoctl.runtime_config import DeepSpeedConfig, RuntimeConfig
+from grpoctl.stages.base import Context
 from grpoctl.stages.rows import TokenRows
+from grpoctl.stages.split_model import split_model
 from grpoctl.stages.update_batches import TrainingRows
 from grpoctl.stages.update_step import Step, StepSettings
 
@@ -77,13 +80,18 @@ def work(folder: Path, model: Path, number: int) -> None:
         deepspeed=DeepSpeedConfig(zero_stage=kind.get("stage", 0)),
     )
     vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    policy = load_policy(model, ref=str(model), vocab_size=vocab_size, device="cpu", dtype="float32")
-    if "lora" in kind:
-        from grpoctl.config import LoraConfig
-        from grpoctl.engines.lora import Adapters, Base, attach
-
-        adapters = Adapters(config=LoraConfig(rank=kind["lora"]), base=Base(ref="", weights_digest=""))
-        attach(policy, adapters, seed=0)
+    adapters = Adapters(config=LoraConfig(rank=kind.get("lora", 1)), base=Base(ref="", weights_digest=""))
+    context = Context(ranks=ranks)
+    if kind["engine"] == "torch" and ranks.world_size > 1:
+        steps: dict[str, Any] = {
+            "before": lambda policy: insert(policy, adapters),
+            "after": lambda policy: draw(policy, seed=0),
+        }
+        steps = steps if "lora" in kind else {}
+        policy = split_model(open_policy(str(model)), context, dtype="float32", runtime=runtime, **steps)
+    else:
+        policy = context.model(open_policy(str(model)), dtype="float32", runtime=runtime)
+    context.models.clear()
     trainer = make_trainer(policy, update, runtime, ranks=ranks)
     ready = _peak()
     data = random_rows(8, vocab_size)
@@ -113,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", default=BUILTIN / "tiny")
     parser.add_argument("--worker", type=Path)
-    parser.add_argument("--layout", type=int)
+    parser.add_argument("--layout", type=int, help="number of the only one to run")
     arguments = parser.parse_args()
     if arguments.worker is not None:
         work(arguments.worker, arguments.model, arguments.layout)
@@ -123,6 +131,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, count, _) in enumerate(LAYOUTS):
+            if arguments.layout not in (None, number):
+                continue
             command = [
                 sys.executable,
                 "-m",

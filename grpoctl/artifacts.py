@@ -103,6 +103,10 @@ class Artifact:
         """Return all shards as one table."""
         return pa.concat_tables(self.read_shards(columns), promote_options="permissive")
 
+    def has_files(self, prefix: str) -> bool:
+        """Return whether the manifest names files under `prefix`."""
+        return any(file.path.startswith(f"{prefix}/") for file in self.manifest.files)
+
     def fetch_files(self, prefix: str, folder: Path) -> Path:
         """Bring the files under `prefix` to a local folder, checked against the manifest; return the folder.
 

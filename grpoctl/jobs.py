@@ -15,12 +15,12 @@ from grpoctl.config import (
     PromptsConfig,
     RewardModelConfig,
     RolloutConfig,
-    RuntimeConfig,
     ScoreConfig,
     Section,
     SyncConfig,
     UpdateConfig,
 )
+from grpoctl.runtime_config import RuntimeConfig
 
 
 class _Job(Section):

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from grpoctl.config import RuntimeConfig
 from grpoctl.errors import GateFailed, InputRefused, TryAgain
 from grpoctl.jobs import SyncJob
 from grpoctl.policies import open_policy
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.stages.base import Context
 from grpoctl.stages.sync_servers import load_servers
 from grpoctl.storage import locate

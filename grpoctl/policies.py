@@ -25,6 +25,8 @@ from grpoctl.storage import Location, exists, get_file, list_names, locate, read
 POLICY_RECORD: Final = "grpoctl_policy.json"
 PROBE_RECORD: Final = "grpoctl_probe.json"
 """A few completions with their log-probabilities under this policy at temperature 1, written by the update that made it."""
+ADAPTER: Final = "adapter"
+"""Folder of low-rank adapters by themselves, in an update artifact and, where sync was told to, in a published policy."""
 POINTER: Final = "CURRENT"
 BUILTIN: Final = Path(__file__).parent / "builtin"
 HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
@@ -175,7 +177,10 @@ def _download(location: Location) -> Path:
 
 
 def _remote_files(location: Location) -> list[str]:
-    return [name for name in list_names(location) if not name.startswith(".") and exists(location.child(name))]
+    """Return the names of a policy's files, those of its adapters among them."""
+    names = [name for name in list_names(location) if not name.startswith(".") and exists(location.child(name))]
+    inner = [f"{ADAPTER}/{name}" for name in list_names(location.child(ADAPTER))] if ADAPTER in names else []
+    return [name for name in names if name != ADAPTER] + inner
 
 
 def policy_files(folder: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ FLOORS = {
     "errors": 0,
     "launched": 0,
     "config": 1,
+    "runtime_config": 1.01,
     "jobs": 1.05,
     "settings": 1.1,
     "schema": 1.2,

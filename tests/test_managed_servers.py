@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from grpoctl.config import RuntimeConfig, ServeConfig
 from grpoctl.errors import InputRefused, TryAgain
 from grpoctl.managed_servers import ManagedServers
+from grpoctl.runtime_config import RuntimeConfig, ServeConfig
 from grpoctl.stages.base import Context
 
 ANSWERING = """
@@ -99,7 +99,7 @@ def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(t
     note = tmp_path / "pid"
     server = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     starter = (
-        "from grpoctl.config import RuntimeConfig, ServeConfig; from grpoctl.stages.base import Context\n"
+        "from grpoctl.runtime_config import RuntimeConfig, ServeConfig; from grpoctl.stages.base import Context\n"
         "from grpoctl.managed_servers import ManagedServers; import sys\n"
         f"serve = ServeConfig(command=(sys.executable, '-c', {server!r}))\n"
         "ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True)).serving('builtin:tiny')"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from grpoctl.artifacts import read_manifest
+from grpoctl.policies import BUILTIN
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 TWO = ["--set", "runtime.num_processes=2"]
@@ -61,6 +63,42 @@ def test_a_refused_input_has_one_message_and_its_exit_code(small_run: Path, tmp_
     rollouts = str(small_run / "iter-000000/rollouts")
     record, told = grpoctl("update", "--rollouts", rollouts, "--scores", rollouts, "--out", str(tmp_path), *TWO, code=3)
     assert record["exit_code"] == 3
+    assert told.count("error:") == 1
+
+
+def refused_policy(folder: Path, kind: str) -> None:
+    """Write a policy with the built-in tokenizer that is refused: a tensor is missing, or logits are scaled."""
+    tiny = BUILTIN / "tiny"
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    if kind == "missing":
+        tensors = load_file(str(tiny / "model.safetensors"))
+        del tensors["model.norm.weight"]
+        save_file(tensors, str(folder / "model.safetensors"))
+        return
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    config = GraniteConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, logits_scaling=0.05, max_position_embeddings=1024, eos_token_id=1, pad_token_id=0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GraniteForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("missing", "1 tensors don't fit the model"), ("scaled", "scale or cap logits")]
+)
+def test_a_model_is_refused_on_two_processes_as_on_one(
+    small_run: Path, tmp_path: Path, kind: str, message: str
+) -> None:
+    refused_policy(tmp_path / "model", kind)
+    words = ["--rollouts", str(small_run / "iter-000000/rollouts"), "--reference", str(tmp_path / "model")]
+    (one, _), (two, told) = (
+        grpoctl("logprob", *words, "--out", str(tmp_path / name), *more, code=3)
+        for name, more in (("1", []), ("2", TWO))
+    )
+    assert message in one["error"] and one["error"] == two["error"]
     assert told.count("error:") == 1
 
 

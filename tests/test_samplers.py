@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from grpoctl.config import RuntimeConfig
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
 from grpoctl.errors import GateFailed, TryAgain
 from grpoctl.jobs import LogprobJob, RolloutJob
 from grpoctl.policies import open_policy
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.settings import load_job
 from grpoctl.stages import logprob, rollout
 from grpoctl.stages.base import Context

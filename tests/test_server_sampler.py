@@ -36,6 +36,7 @@ TOKENIZER = Tokenizer(
 COMPLETIONS = ((7, 8, 9, 10), (20, 21))
 CANARY = Canary(
     policy="policies/v000001",
+    weights_digest="0123456789abcdef",
     prompts=((2, 3), (4,)),
     completions=COMPLETIONS,
     logprobs=tuple(tuple(map(logprob, ids)) for ids in COMPLETIONS),
@@ -404,6 +405,21 @@ def test_a_load_is_believed_after_the_canary() -> None:
     server = FakeSglang(shift=0.3)
     assert loaded(server) < 1e-6
     assert server.version == "v000001-abc"
+
+
+@pytest.mark.parametrize(
+    "name, refused", [("v000001-0123456789ab", False), ("default", False), ("v000000-fedcba987654", True)]
+)
+def test_a_server_that_names_another_policys_weights_is_refused_however_alike_it_answers(
+    name: str, refused: bool
+) -> None:
+    server = FakeSglang()
+    server.version = name
+    if not refused:
+        assert_whole(run(server), requests(12))
+        return
+    with pytest.raises(InputRefused, match="holds weights v000000-fedcba987654 by its own word, policies/v000001 has"):
+        run(server)
 
 
 def test_a_server_that_already_holds_the_weights_is_left_alone() -> None:

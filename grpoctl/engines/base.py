@@ -72,7 +72,9 @@ class VllmSettings:
         tensor_parallel_size: GPUs that share one copy of the model
         memory_fraction: of a GPU's memory, for weights and cache together
         cpu_cache_gib: key-value cache on a CPU, GiB
+        max_context_tokens: prompt and completion together
         enforce_eager: no compilation and no CUDA graphs: slower, but starts at once
+        adapter_rank: of the low-rank adapters that it will be given, 0 for none
         timeout_seconds: how long an engine may go without finishing a completion
     """
 
@@ -80,7 +82,9 @@ class VllmSettings:
     tensor_parallel_size: int
     memory_fraction: float
     cpu_cache_gib: int
+    max_context_tokens: int
     enforce_eager: bool
+    adapter_rank: int
     timeout_seconds: float
 
 

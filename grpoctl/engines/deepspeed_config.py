@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from grpoctl.config import DeepSpeedConfig
 from grpoctl.errors import UsageError
+from grpoctl.runtime_config import DeepSpeedConfig
 
 OWNED: Final = {
     "optimizer": "update.lr, beta1, beta2, adam_eps and weight_decay set the optimizer",

@@ -140,20 +140,26 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], adapters: Adapte
     (folder / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
+def read_record(folder: Path) -> Adapters:
+    """Return what the adapters in a folder are."""
+    record = json.loads((folder / RECORD).read_bytes())
+    return Adapters(config=LoraConfig.model_validate_json(json.dumps(record["lora"])), base=Base(**record["base"]))
+
+
 def read_base(folder: Path, config: LoraConfig, where: str) -> Base:
     """Return the base of the adapters in a folder.
 
     Raises:
         InputRefused: they were trained with other settings.
     """
-    record = json.loads((folder / RECORD).read_bytes())
-    found = LoraConfig.model_validate_json(json.dumps(record["lora"]))
+    adapters = read_record(folder)
+    found = adapters.config
     if found != config:
         raise InputRefused(
             f"{where}: its adapters have rank {found.rank}, alpha {found.alpha} and targets {list(found.targets)}; "
             f"update.lora says {config.rank}, {config.alpha} and {list(config.targets)}: make them equal"
         )
-    return Base(**record["base"])
+    return adapters.base
 
 
 @torch.no_grad()

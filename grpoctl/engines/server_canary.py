@@ -8,23 +8,24 @@ the prefix cache and once computed anew (a cache of old weights), and the lead o
 from __future__ import annotations
 
 import asyncio
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from grpoctl.engines.gaps import MAX_GAPS, MEAN_GAPS, Gap, gap_between
 from grpoctl.engines.server_link import API_KEY, Link
 from grpoctl.engines.server_protocol import Server, ServerFacts
 from grpoctl.engines.server_sglang import SglangServer
 from grpoctl.engines.server_vllm import VllmServer
 from grpoctl.errors import InputRefused
 
-MAX_GAPS: Final = {"float32": 2e-3, "bfloat16": 0.5}
-MEAN_GAPS: Final = {"float32": 5e-4, "bfloat16": 0.08}
-"""Limits of |Δ log-probability| by the server's floating-point type, nats; docs/rollout-engines.md has the measurements."""
 CANARY_TEMPERATURE: Final = 0.5
 LEAST_LEAD: Final = 0.05
 """Lead of the likeliest token, nats, from which two temperatures can be told apart."""
+NAMED_DIGITS: Final = 12
+OUR_NAME: Final = re.compile(rf"v\d{{6,}}-(?P<digest>[0-9a-f]{{{NAMED_DIGITS}}})")
+"""A name that `weights_name` made; a server that was started on a folder has another one."""
 LOGPROBS_FLAG: Final = {
     "vllm": "start it with --logprobs-mode processed_logprobs",
     "sglang": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
@@ -37,6 +38,7 @@ class Canary:
 
     Args:
         policy: its name in messages
+        weights_digest: of its weights
         prompts: ids before each completion
         completions: ids whose log-probabilities are known
         logprobs: those, temperature 1, nats
@@ -45,26 +47,12 @@ class Canary:
     """
 
     policy: str
+    weights_digest: str
     prompts: tuple[tuple[int, ...], ...]
     completions: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
     server_dtype: str
     limits: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """How far a server's log-probabilities lie from the policy's, nats."""
-
-    mean: float
-    max: float
-
-    def within(self, dtype: str) -> bool:
-        """Return whether this is no more than the noise of that floating-point type."""
-        return self.mean <= MEAN_GAPS[dtype] and self.max <= MAX_GAPS[dtype]
-
-    def __str__(self) -> str:
-        return f"mean {self.mean:.2g}, max {self.max:.2g} nats"
 
 
 async def connect(link: Link, eos_ids: Sequence[int]) -> Server:
@@ -94,12 +82,6 @@ async def answers(link: Link, server: Server, canary: Canary) -> list[list[float
     return [values[len(prompt) - 1 :] for values, prompt in zip(found, canary.prompts, strict=True)]
 
 
-def gap_between(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> Gap:
-    """Return mean and largest |Δ| between two answers to the same canary, as far as the shorter one goes."""
-    deltas = [abs(a - b) for row, other in zip(found, expected, strict=True) for a, b in zip(row, other, strict=False)]
-    return Gap(mean=sum(deltas) / len(deltas), max=max(deltas)) if deltas else Gap(mean=math.inf, max=math.inf)
-
-
 async def verify(link: Link, server: Server, canary: Canary) -> Gap:
     """Check that a server is the canary's policy and reports what it samples from; return the gap.
 
@@ -108,6 +90,7 @@ async def verify(link: Link, server: Server, canary: Canary) -> Gap:
             temperature out.
     """
     _check_dtype(link, server.facts, canary)
+    _check_name(link, server.facts, canary)
     gap = gap_between(await answers(link, server, canary), canary.logprobs)
     if not gap.within(canary.limits):
         raise InputRefused(_other_weights(link, server.facts, canary, gap))
@@ -127,6 +110,21 @@ def _check_dtype(link: Link, facts: ServerFacts, canary: Canary) -> None:
         raise InputRefused(
             f"{link.url}: runs in {facts.dtype}, rollout.dtype says {canary.server_dtype}; set rollout.dtype to "
             f"{facts.dtype} or start the server with --dtype {canary.server_dtype}"
+        )
+
+
+def weights_name(version: str, digest: str) -> str:
+    """Return what `sync` has a server call the weights that it loads, and repeat with every answer."""
+    return f"{version}-{digest[:NAMED_DIGITS]}"
+
+
+def _check_name(link: Link, facts: ServerFacts, canary: Canary) -> None:
+    """Refuse a server that `sync` gave another policy: in bfloat16 a policy one small update away answers alike."""
+    named = OUR_NAME.fullmatch(facts.weight_version or "")
+    if named and not canary.weights_digest.startswith(named["digest"]):
+        raise InputRefused(
+            f"{link.url}: holds weights {facts.weight_version} by its own word, {canary.policy} has "
+            f"{canary.weights_digest[:NAMED_DIGITS]}…; load the policy with grpoctl sync --server"
         )
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from grpoctl.engines.server_canary import MAX_GAPS, Canary, Gap, answers, connect, gap_between, verify
+from grpoctl.engines.gaps import MAX_GAPS, Gap, gap_between
+from grpoctl.engines.server_canary import Canary, answers, connect, verify
 from grpoctl.engines.server_link import Link
 from grpoctl.engines.server_protocol import ServerFacts
 from grpoctl.errors import GateFailed, InputRefused

@@ -87,7 +87,7 @@ class Tokenizer:
     def decode_many(self, rows: Sequence[TokenIds]) -> list[str]:
         """Return the texts of many rows of ids."""
         return self.inner.batch_decode(
-            [list(map(int, ids)) for ids in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [ids.tolist() for ids in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     @property

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grpoctl.config import RuntimeConfig, UpdateConfig
+from grpoctl.config import UpdateConfig
 from grpoctl.engines.base import OptimizerSettings, Trainer
 from grpoctl.engines.ranks import Ranks
 from grpoctl.engines.sharding import checkpoint_activations, shard
 from grpoctl.engines.torch_trainer import TorchTrainer
 from grpoctl.errors import UsageError
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.storage import locate, read_bytes
 
 

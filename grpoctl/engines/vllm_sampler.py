@@ -16,9 +16,11 @@ import numpy as np
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings, VllmSettings
 from grpoctl.engines.tokenizer import Tokenizer, require
 from grpoctl.engines.watchdog import watched
-from grpoctl.errors import InputRefused, TryAgain
+from grpoctl.errors import InputRefused, TryAgain, UsageError
 
 FINISH: Final = {"stop": "stop", "length": "length", "abort": "abort"}
+ADAPTER_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank of adapters."""
 SEED_LIMIT: Final = 2**63
 """vLLM passes a seed to torch's generator, which takes 63 bits."""
 
@@ -35,13 +37,14 @@ class VllmSampler:
         from vllm import LLM, __version__
 
         self.name = f"vllm {__version__}"
+        self._max_context = settings.max_context_tokens
         self._patience = settings.timeout_seconds
         cpu = _on_cpu()
         options: dict[str, Any] = {
             "model": str(folder),
             "dtype": settings.dtype,
             "tensor_parallel_size": settings.tensor_parallel_size,
-            "max_model_len": tokenizer.context_tokens,
+            "max_model_len": settings.max_context_tokens,
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "enforce_eager": settings.enforce_eager,
@@ -53,6 +56,11 @@ class VllmSampler:
             )
         else:
             options["gpu_memory_utilization"] = settings.memory_fraction
+        if settings.adapter_rank:
+            rank = next((size for size in ADAPTER_RANKS if size >= settings.adapter_rank), settings.adapter_rank)
+            options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        self._adapters: Any = None
+        self._num_adapters = 0
         try:
             self._engine: Any = LLM(**options)
         except (ValueError, RuntimeError) as error:
@@ -62,6 +70,11 @@ class VllmSampler:
         """Draw one completion for each request in one engine call, long prompts first."""
         from vllm import SamplingParams, TokensPrompt
 
+        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
+        if longest > self._max_context:
+            raise UsageError(
+                f"runtime.max_context_tokens: {self._max_context}, a prompt and its max_new_tokens take {longest}; raise it"
+            )
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), i))
         prompts = [TokensPrompt(prompt_token_ids=requests[i].prompt_ids.tolist()) for i in order]
         params = [
@@ -85,7 +98,7 @@ class VllmSampler:
 
         try:
             with watched(self.name, self._unfinished, patience_seconds=self._patience):
-                outputs = self._engine.generate(prompts, params, use_tqdm=False)
+                outputs = self._generate(prompts, params)
         except EngineDeadError as error:
             raise TryAgain("the vLLM engine died; finished shards are kept: rerun (see its own log above)") from error
         drawn = {i: _sample(output.outputs[0]) for i, output in zip(order, outputs, strict=True)}
@@ -101,6 +114,16 @@ class VllmSampler:
             self._engine.collective_rpc(_repack_head)
         self._engine.reset_prefix_cache()
 
+    def use_adapters(self, folder: Path) -> None:
+        """Put adapters beside the loaded weights, in the place of earlier ones."""
+        from vllm.lora.request import LoRARequest
+
+        self._num_adapters += 1  # a number of its own each time: the prefix cache keeps them apart by it
+        self._adapters = LoRARequest(f"adapters-{self._num_adapters}", self._num_adapters, str(folder))
+
+    def _generate(self, prompts: Any, params: Any) -> Any:
+        return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
+
     def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
     ) -> list[list[float]]:
@@ -109,7 +132,7 @@ class VllmSampler:
 
         texts = [TokensPrompt(prompt_token_ids=[*p, *c]) for p, c in zip(prompts, completions, strict=True)]
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._engine.generate(texts, params, use_tqdm=False)
+        outputs = self._generate(texts, params)
         return [
             [entry[token].logprob for entry, token in zip(output.prompt_logprobs[len(prompt) :], ids, strict=True)]
             for output, prompt, ids in zip(outputs, prompts, completions, strict=True)

@@ -40,7 +40,8 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Rendered from `grpoctl/config.py` and `grpoctl/jobs.py` by `python -m grpoctl.schema.publish`; do not edit.",
+        "Rendered from `grpoctl/config.py`, `grpoctl/runtime_config.py` and `grpoctl/jobs.py` by `python -m "
+        "grpoctl.schema.publish`; do not edit.",
         "",
         "A setting is given as a flag, as `--set key=value`, as the environment variable `GRPOCTL_` + key in capitals with",
         "`__` for each dot (`GRPOCTL_UPDATE__LR`), or in a pipeline-shaped YAML file; the first that names it wins.",

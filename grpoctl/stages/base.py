@@ -17,11 +17,11 @@ from typing import Any, Final, TypeVar
 
 from grpoctl import launched
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, committed
-from grpoctl.config import RuntimeConfig
 from grpoctl.engines.ranks import ALONE, Ranks, join
 from grpoctl.errors import InputRefused, Interrupted, TryAgain, UsageError
 from grpoctl.policies import Policy
 from grpoctl.reward_models import RewardModelFolder
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.storage import check_writable, locate
 
 log = logging.getLogger("grpoctl")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from grpoctl.config import RuntimeConfig
 from grpoctl.engines.server_canary import Canary
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.policies import PROBE_RECORD, Policy
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.stages.base import Context
 from grpoctl.stages.probe import probe_logprobs
 
@@ -46,6 +46,7 @@ def policy_canary(policy: Policy, context: Context, *, dtype: str, runtime: Runt
     cut = [max(1, MAX_TOKENS - len(prompt)) for prompt in probe["prompt_ids"]]
     return Canary(
         policy=policy.ref,
+        weights_digest=policy.weights_digest,
         prompts=tuple(map(tuple, probe["prompt_ids"])),
         completions=tuple(tuple(ids[:n]) for ids, n in zip(probe["completion_ids"], cut, strict=True)),
         logprobs=tuple(tuple(values[:n]) for values, n in zip(probe["logprobs"], cut, strict=True)),

@@ -18,9 +18,10 @@ from typing import Any, Final
 
 from grpoctl import errors, launched
 from grpoctl.artifacts import Work, committed
-from grpoctl.config import RuntimeConfig, Section
+from grpoctl.config import Section
 from grpoctl.engines.ranks import Ranks
 from grpoctl.errors import GrpoctlError, Interrupted, PeerFailed, UsageError
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.stages.base import Context, StageResult, StopFlag
 
 POLL_SECONDS: Final = 0.05

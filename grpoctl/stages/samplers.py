@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, VllmSettings
+from grpoctl.engines.gaps import MAX_GAPS, MEAN_GAPS, gap_between
 from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import InputRefused, TryAgain, UsageError
 from grpoctl.jobs import RolloutJob
-from grpoctl.policies import PROBE_RECORD, Policy
+from grpoctl.policies import ADAPTER, PROBE_RECORD, Policy, open_policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context, set_threads
-from grpoctl.stages.probe import largest_gap
 
 log = logging.getLogger("grpoctl")
 RE_ASKS: Final = 2
 """Times that an aborted request is sent again before its row fails."""
-PROBE_LIMITS: Final = {"float32": 2e-3, "bfloat16": 0.5}
-"""Largest |Δ log-probability| on the probe, nats. Measured noise of vLLM against our float32 forward: 5e-5 and 0.3."""
 
 
 def sampler_for(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
@@ -72,21 +72,34 @@ def _vllm(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
     names = ("tensor_parallel_size", "memory_fraction", "cpu_cache_gib", "enforce_eager")
     options: dict[str, Any] = {"dtype": job.rollout.dtype} | {name: getattr(job.runtime, name) for name in names}
     options["timeout_seconds"] = job.runtime.engine_timeout_seconds
-    key = sha256_json({"tokenizer": policy.tokenizer_digest, **options})
+    options["max_context_tokens"] = min(
+        job.runtime.max_context_tokens or sys.maxsize, load_tokenizer(policy.folder, policy.ref).context_tokens
+    )
+    base = _base_of_adapters(policy) if job.runtime.vllm_adapters else None
+    loaded = policy if base is None else base.policy
+    options["adapter_rank"] = 0 if base is None else base.rank
+    key = sha256_json({"tokenizer": policy.tokenizer_digest, **options, "base": base and base.policy.weights_digest})
     warm_digest, warm = context.samplers.pop(key, (None, None))
-    if warm is not None and (warm_digest == policy.weights_digest or _reloaded(warm, policy, job.rollout.dtype)):
+    if warm is not None and (
+        warm_digest == policy.weights_digest or _reloaded(warm, policy, job.rollout.dtype, adapters=base is not None)
+    ):
         context.samplers[key] = (policy.weights_digest, warm)
         return warm
-    if warm is not None:
-        warm.close()
-    fresh = VllmSampler(policy.folder, load_tokenizer(policy.folder, policy.ref), VllmSettings(**options))
+    for other in [warm, *(engine for _, engine in context.samplers.values())]:
+        if other is not None:  # one engine takes the memory that there is
+            other.close()
+    context.samplers.clear()
+    fresh = VllmSampler(loaded.folder, load_tokenizer(policy.folder, policy.ref), VllmSettings(**options))
+    if base is not None:
+        fresh.use_adapters(policy.folder / ADAPTER)
     probe = _probe(policy)
     if probe is not None:
-        gap = largest_gap(fresh.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"]), probe["logprobs"])
-        if not gap <= PROBE_LIMITS[job.rollout.dtype]:
+        gap = gap_between(fresh.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"]), probe["logprobs"])
+        noise = _noise(probe, job.rollout.dtype)
+        if not gap.within(noise):
             raise InputRefused(
-                f"{policy.ref}: {fresh.name} answers its probe with a gap of {gap:.3g} nats, limit "
-                f"{PROBE_LIMITS[job.rollout.dtype]} for {job.rollout.dtype}; the engine doesn't compute this policy"
+                f"{policy.ref}: {fresh.name} answers its probe with a gap of {gap}, limit {noise}'s: mean "
+                f"{MEAN_GAPS[noise]}, max {MAX_GAPS[noise]}; the engine doesn't compute this policy"
             )
     context.samplers[key] = (policy.weights_digest, fresh)
     return fresh
@@ -98,20 +111,56 @@ def _probe(policy: Policy) -> dict[str, Any] | None:
     return probe if probe and probe["logprobs"] else None
 
 
-def _reloaded(warm: Any, policy: Policy, dtype: str) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdapterBase:
+    """The policy that adapters lie beside, and their rank."""
+
+    policy: Policy
+    rank: int
+
+
+def _base_of_adapters(policy: Policy) -> _AdapterBase | None:
+    """Return what a policy's adapters lie beside, None where it has none by itself.
+
+    Raises:
+        InputRefused: their base isn't what it was when they were trained.
+    """
+    from grpoctl.engines.lora import read_record
+
+    if not (policy.folder / ADAPTER).is_dir():
+        return None
+    adapters = read_record(policy.folder / ADAPTER)
+    base = open_policy(adapters.base.ref)
+    if base.weights_digest != adapters.base.weights_digest:
+        raise InputRefused(
+            f"{policy.ref}: its adapters belong to weights {adapters.base.weights_digest[:12]}…, {adapters.base.ref} has "
+            f"{base.weights_digest[:12]}… now; restore that policy, or leave runtime.vllm_adapters off"
+        )
+    return _AdapterBase(policy=base, rank=adapters.config.rank)
+
+
+def _noise(probe: dict[str, Any], dtype: str) -> str:
+    """Return the floating-point type whose noise lies between the engine's answers and the probe's own."""
+    return "bfloat16" if "bfloat16" in (dtype, probe.get("dtype", "float32")) else "float32"
+
+
+def _reloaded(warm: Any, policy: Policy, dtype: str, *, adapters: bool) -> bool:
     """Give a warm engine the policy's weights; return whether it then answers like the policy, and not as before."""
     probe = _probe(policy)
     if probe is None:
         return False
     before = warm.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"])
-    warm.reload(policy.folder)
+    if adapters:
+        warm.use_adapters(policy.folder / ADAPTER)
+    else:
+        warm.reload(policy.folder)
     after = warm.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"])
-    gap = largest_gap(after, probe["logprobs"])
-    if after != before and gap <= PROBE_LIMITS[dtype]:
-        log.debug("%s: reloaded, probe gap %.3g nats", policy.ref, gap)
+    gap = gap_between(after, probe["logprobs"])
+    if after != before and gap.within(_noise(probe, dtype)):
+        log.debug("%s: reloaded, probe gap %s", policy.ref, gap)
         return True
     log.warning(
-        "%s: the warm %s still answers with other weights after a reload (gap %.3g nats): starting a fresh engine",
+        "%s: the warm %s still answers with other weights after a reload (gap %s): starting a fresh engine",
         policy.ref,
         warm.name,
         gap,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grpoctl.config import RuntimeConfig
 from grpoctl.policies import Policy
+from grpoctl.runtime_config import RuntimeConfig
 from grpoctl.stages.base import Context, memory_errors, set_threads
 
 Step = Callable[[Any], None]

@@ -13,7 +13,7 @@ from grpoctl.artifacts import Artifact, open_artifact
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
 from grpoctl.jobs import SyncJob
-from grpoctl.policies import POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
+from grpoctl.policies import ADAPTER, POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
 from grpoctl.schema.manifest import PolicyRecord
 from grpoctl.stages.base import Context, StageResult, check_outside, set_threads
 from grpoctl.stages.sync_hub import is_hub, open_hub
@@ -105,6 +105,8 @@ def run(job: SyncJob, context: Context) -> StageResult:
     started = time.monotonic()
     with target.scratch() as scratch:
         folder = update.fetch_files("policy", Path(scratch) / "policy")
+        if job.sync.adapters == "beside" and update.has_files(ADAPTER):
+            update.fetch_files(ADAPTER, folder / ADAPTER)
         num_tensors = _compare_with_parent(update, folder)
         gap = _probe_gap(job, context, update, folder)
         facts |= target.publish(folder, name)
@@ -251,9 +253,9 @@ class Folder:
 def _publish(folder: Path, place: Location) -> None:
     """Copy all files, config.json next to last, then create the record exclusively: without it nothing is published."""
     late = ("config.json", POLICY_RECORD)
-    for path in sorted(folder.iterdir()):
-        if path.name not in late:
-            put_file(path, place.child(path.name), link=True)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in late:
+            put_file(path, place.child(path.relative_to(folder).as_posix()), link=True)
     put_file(folder / "config.json", place.child("config.json"), link=True)
     record = (folder / POLICY_RECORD).read_bytes()
     if not create_exclusively(place.child(POLICY_RECORD), record):

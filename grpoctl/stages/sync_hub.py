@@ -119,7 +119,11 @@ class HubTarget:
         from huggingface_hub import CommitOperationAdd
 
         record = PolicyRecord.model_validate_json((folder / POLICY_RECORD).read_bytes())
-        files = [CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=path) for path in sorted(folder.iterdir())]
+        files = [
+            CommitOperationAdd(path_in_repo=path.relative_to(folder).as_posix(), path_or_fileobj=path)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        ]
         oid = self._commit(files, record, f"{name}: weights {record.weights_digest[:12]}")
         self._tag(name, oid, record.weights_digest)
         return {"commit": oid}

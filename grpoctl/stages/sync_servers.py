@@ -35,6 +35,7 @@ def load_servers(job: SyncJob, context: Context, place: Location) -> dict[str, f
     if not job.servers:
         return {}
     require("httpx", "server")
+    from grpoctl.engines.server_canary import weights_name
     from grpoctl.stages.canary import policy_canary
 
     if not place.is_local:
@@ -44,7 +45,7 @@ def load_servers(job: SyncJob, context: Context, place: Location) -> dict[str, f
         )
     policy = open_policy(place.url)
     canary = policy_canary(policy, context, dtype="float32", runtime=job.runtime)
-    version = f"{Path(place.path).name}-{policy.weights_digest[:12]}"
+    version = weights_name(f"v{policy.version:06d}", policy.weights_digest)
     eos_ids = load_tokenizer(policy.folder, policy.ref).eos_ids
     return asyncio.run(_load_all(job.servers, eos_ids, Path(place.path).resolve(), version, canary))
 

@@ -10,11 +10,11 @@ from grpoctl.algorithms.seeds import identity_seed
 from grpoctl.artifacts import Artifact
 from grpoctl.errors import InputRefused, UsageError
 from grpoctl.jobs import UpdateJob
-from grpoctl.policies import Policy, open_policy
+from grpoctl.policies import ADAPTER, Policy, open_policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context
 from grpoctl.stages.split_model import split_model
-from grpoctl.stages.update_write import ADAPTER, STATE, UpdateInputs
+from grpoctl.stages.update_write import STATE, UpdateInputs
 
 
 def ready_trainer(job: UpdateJob, context: Context, inputs: UpdateInputs) -> Any:

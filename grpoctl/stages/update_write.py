@@ -16,7 +16,7 @@ from grpoctl.artifacts import Artifact, ArtifactWriter, Work, parquet_bytes
 from grpoctl.engines.ranks import ALONE, Ranks
 from grpoctl.errors import GateFailed
 from grpoctl.jobs import UpdateJob
-from grpoctl.policies import POLICY_RECORD, PROBE_RECORD, Policy, policy_files, weights_digest
+from grpoctl.policies import ADAPTER, POLICY_RECORD, PROBE_RECORD, Policy, policy_files, weights_digest
 from grpoctl.schema.manifest import PolicyIdentity, PolicyRecord, RowAccounting
 from grpoctl.schema.tables import STEPS, TOKEN_STATS
 from grpoctl.stages.base import environment
@@ -26,7 +26,6 @@ from grpoctl.stages.update_report import summary
 from grpoctl.storage import locate, storage_errors
 
 STATE = "trainer_state"
-ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

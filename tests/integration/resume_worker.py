@@ -19,22 +19,27 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.parity import PARTITION_ALL, training_rows
-from grpoctl.config import DeepSpeedConfig, RuntimeConfig, UpdateConfig
+from grpoctl.config import UpdateConfig
 from grpoctl.engines.hf_model import load_policy
 from grpoctl.engines.ranks import Ranks, join
 from grpoctl.engines.trainers import make_trainer
 from grpoctl.policies import BUILTIN
+from grpoctl.runtime_config import DeepSpeedConfig, RuntimeConfig
 from grpoctl.stages.update_batches import TrainingRows
 from grpoctl.stages.update_step import Step, StepSettings
 
-ENGINES = {"torch": None, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+ENGINES: dict[str, dict[str, Any]] = {
+    "torch": {},
+    **{f"zero{stage}": {"zero_stage": stage} for stage in range(4)},
+    "zero2adam": {"zero_stage": 2, "offload": "optimizer", "optimizer": "deepspeed"},
+}
 
 
 def trainer(engine: str, ranks: Ranks, scratch: Path, start: Path | None) -> Any:
     (scratch / "ds.json").write_text(json.dumps(PARTITION_ALL))
-    stage = ENGINES[engine]
-    config = UpdateConfig(engine="torch" if stage is None else "deepspeed", weight_decay=0.01, adam_eps=1e-6)
-    deepspeed = DeepSpeedConfig(zero_stage=stage or 0, config_file=str(scratch / "ds.json"))
+    layout = ENGINES[engine]
+    config = UpdateConfig(engine="deepspeed" if layout else "torch", weight_decay=0.01, adam_eps=1e-6)
+    deepspeed = DeepSpeedConfig.model_validate({**layout, "config_file": str(scratch / "ds.json")})
     folder = BUILTIN / "tiny" if start is None else start / "policy"
     policy = load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32")
     result = make_trainer(policy, config, RuntimeConfig(device="cpu", deepspeed=deepspeed), ranks=ranks)

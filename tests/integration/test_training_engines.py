@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 from benchmarks import parity
 from grpoctl.artifacts import read_manifest
+from grpoctl.engines.base import OptimizerSettings
+from grpoctl.engines.deepspeed_adam import deepspeed_adam
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,7 @@ def test_float32_engines_equal_the_single_process_one(rows: list[dict[str, Any]]
     for row in exact:
         for name in ("loss", "gradient", "norm", "weights"):
             assert row[name] <= 1e-5, (parity.line(row), name)
+        assert row["strict"] <= 1e-4, parity.line(row)
 
 
 def test_bfloat16_engines_stay_within_their_band(rows: list[dict[str, Any]]) -> None:
@@ -61,10 +64,34 @@ def test_a_state_continues_exactly_and_on_another_engine_and_world_size(tmp_path
     found = {}
     for count in (1, 2):
         found |= json.loads((tmp_path / f"found-{count}.json").read_text())
-    assert len(found) == 5 * (5 + 1 + 1) + 5 * (10 + 1)  # on two processes from one and from its own, on one from all
+    assert len(found) == 6 * (6 + 1 + 1) + 6 * (12 + 1)  # on two processes from one and from its own, on one from all
     for name, difference in found.items():
         before, _, after = name.partition(" → ")
         assert difference <= (0.0 if before == after else 1e-6), name
+
+
+def test_deepspeeds_own_adam_continues_to_the_same_bits_from_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel multiplies βᵗ up from call to call, which a resumed process can't repeat."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    settings = OptimizerSettings(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_clip=None)
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(31, 10, 30, generator=generator)
+
+    def trained(resume_at: int | None) -> torch.Tensor:
+        weight = torch.nn.Parameter(start.clone())
+        adam = deepspeed_adam([weight], settings, on_cpu=True)
+        for number, gradient in enumerate(gradients):
+            if number == resume_at:
+                held = dict(adam.state[weight])
+                adam = deepspeed_adam([weight], settings, on_cpu=True)
+                adam.state[weight] = held
+            adam.param_groups[0]["lr"] = 1e-2
+            weight.grad = gradient.clone()
+            adam.step()
+        return weight.detach()
+
+    straight = trained(None)
+    assert [number for number in range(1, 30) if not torch.equal(trained(number), straight)] == []
 
 
 @pytest.fixture
@@ -121,6 +148,28 @@ def test_a_kill_while_saving_leaves_no_artifact_and_the_rerun_is_exact(arguments
     assert read_manifest(str(out)) is None
     again = grpoctl(*arguments, *two, "--out", str(out))
     assert again["content_digest"] == clean["content_digest"]
+
+
+def test_zero_3_starts_at_a_ratio_of_exactly_1_in_bfloat16(
+    small_run: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    """Its own linear layer adds the bias apart, which bfloat16 rounds once more."""
+    half = ["--set", "logprob.dtype=bfloat16", "--out", str(tmp_path / "half")]
+    policies = ["--policy", "builtin:tiny", "--reference", "builtin:tiny"]
+    grpoctl("logprob", "--rollouts", str(small_run / "iter-000000/rollouts"), *policies, *half)
+    words = [str(tmp_path / "half") if word.endswith("/logprobs") else word for word in arguments]
+    zero = ["--engine", "deepspeed", "--set", "runtime.deepspeed.zero_stage=3", "--set", "update.dtype=bfloat16"]
+    record = grpoctl(*words, *zero, "--out", str(tmp_path / "a"), "--set", "runtime.num_processes=2")
+    assert record["facts"]["first_ratio_max_gap"] == 0.0
+
+
+def test_a_kernel_that_does_not_compile_is_told_with_the_way_out(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "PATH", str(tmp_path))
+    own = ["--engine", "deepspeed", "--set", "runtime.deepspeed.optimizer=deepspeed", "--set", "runtime.device=cpu"]
+    record = grpoctl(*arguments, *own, "--out", str(tmp_path / "a"), code=2)
+    assert "pip install ninja" in record["error"]
 
 
 @pytest.mark.parametrize("setting", [["--engine", "torch"], ["--engine", "deepspeed"]])

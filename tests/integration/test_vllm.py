@@ -141,3 +141,85 @@ def test_a_dead_interpreter_is_try_again(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "ended with status 3" in record["error"]
     shutil.rmtree(tmp_path / "run")
+
+
+def test_a_hanging_engine_ends_the_stage_with_try_again_and_a_rerun_completes(vllm_python: str, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.parquet", addition_prompts(24))
+    command = [
+        vllm_python, "-m", "grpoctl", "rollout", "--engine", "vllm", "--prompts", prompts, "--group-size", "16",
+        "--max-new-tokens", "28", "--set", "rollout.prompts_per_shard=2", "--out", str(tmp_path / "r"), *EAGER,
+    ]  # fmt: skip
+    apart = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine in a process that can be frozen
+    process = subprocess.Popen(
+        [*command, "--set", "runtime.engine_timeout_seconds=5"], env=apart, stderr=subprocess.PIPE, text=True
+    )
+    shards = tmp_path / "r/_shards"
+    while process.poll() is None and not (shards.is_dir() and list(shards.iterdir())):
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    frozen = [int(pid) for pid in children if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert frozen
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 75, told[-3000:]
+    assert "finished nothing for 5 s (runtime.engine_timeout_seconds): it hangs" in told
+    while any(Path(f"/proc/{pid}").exists() for pid in frozen):
+        time.sleep(0.05)
+    assert not (tmp_path / "r/_MANIFEST.json").exists() and list(shards.iterdir())
+    assert subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["--engine", "torch", "--set", "runtime.num_processes=2"],
+        ["--engine", "deepspeed", "--set", "runtime.num_processes=2", "--set", "runtime.deepspeed.zero_stage=3"],
+        [
+            "--engine",
+            "megatron",
+            "--set",
+            "runtime.num_processes=3",
+            "--set",
+            "runtime.megatron.tensor_parallel_size=3",
+        ],
+    ],
+    ids=["FSDP2", "ZeRO 3", "Megatron TP 3"],
+)
+def test_vllm_samples_from_what_a_training_engine_exported(
+    vllm_python: str, small_run: Path, tmp_path: Path, engine: list[str]
+) -> None:
+    folder = small_run / "iter-000000"
+    inputs = [word for name in ("rollouts", "scores", "logprobs") for word in (f"--{name}", str(folder / name))]
+    update = str(tmp_path / "update")
+    grpoctl(sys.executable, "update", *inputs, "--lr", "1e-3", "--out", update, *engine)
+    sampling = ["--policy", update, "--limit", "8", "--group-size", "4", "--max-new-tokens", "28"]
+    grpoctl(vllm_python, "rollout", "--engine", "vllm", *sampling, "--out", str(tmp_path / "r"), *EAGER)
+    words = ["--rollouts", str(tmp_path / "r"), "--policy", update, "--out", str(tmp_path / "l")]
+    assert grpoctl(sys.executable, "logprob", *words)["facts"]["rollout_gap_max"] < 2e-4
+
+
+def test_a_warm_engine_keeps_the_base_and_is_given_each_new_policys_adapters(vllm_python: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    record = grpoctl(
+        sys.executable, "run", QUICKSTART, "--run-dir", str(run_dir), "--iterations", "4",
+        "--set", "rollout.engine=vllm", "--set", f"runtime.python={{rollout: {vllm_python}}}",
+        "--set", "update.lora.rank=4", "--set", "update.lr=1e-2", "--set", "sync.adapters=beside",
+        "--set", "runtime.vllm_adapters=true", *EAGER,
+    )  # fmt: skip
+    assert [row["rollout_gap_max"] < 5e-4 for row in record["metrics"]] == [True] * 4
+    published = run_dir / "policies/v000003"
+    assert {path.name for path in (published / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    engine = open_artifact(str(run_dir / "iter-000003/rollouts"), table="rollouts").manifest.sampling
+    assert engine is not None and engine.engine.startswith("vllm")
+    (published / "adapter/adapter_model.safetensors").unlink()  # other adapters than the policy's don't pass for it
+    shutil.copy(run_dir / "policies/v000001/adapter/adapter_model.safetensors", published / "adapter")
+    sampling = ["--policy", str(published), "--limit", "4", "--group-size", "4", "--max-new-tokens", "28"]
+    refused = grpoctl(
+        vllm_python, "rollout", "--engine", "vllm", *sampling, "--out", str(tmp_path / "r"), *EAGER,
+        "--set", "runtime.vllm_adapters=true", code=3,
+    )  # fmt: skip
+    assert "answers its probe with a gap of" in refused["error"]
