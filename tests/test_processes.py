@@ -114,3 +114,15 @@ def test_other_stages_refuse_to_be_launched_as_a_group(stage: str) -> None:
     )
     assert result.returncode == 2
     assert f"{stage} runs as one process; only logprob and update are started by torchrun" in result.stderr
+
+
+def test_a_process_that_aborts_while_exiting_has_done_its_work(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\nif os.environ.get('RANK') == '1':\n    atexit.register(os.abort)\n"
+    )
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(tmp_path))
+    words = ["--rollouts", str(small_run / "iter-000000/rollouts"), "--policy", "builtin:tiny"]
+    record, _ = grpoctl("logprob", *words, "--out", str(tmp_path / "l"), *TWO)
+    assert record["state"] == "done"
