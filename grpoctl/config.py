@@ -245,6 +245,8 @@ class UpdateConfig(Section):
     """What is shuffled over mini-batches, by (rollouts digest, seed, epoch)."""
     groups_without_signal: Literal["keep", "drop"] = "keep"
     """Groups whose advantages are all 0: keep their tokens in the denominator (and their KL), or leave them out."""
+    without_signal: Annotated[Literal["stop", "pass_on"], GATE] = "stop"
+    """A batch in which no group has differing rewards: stop (exit 4), or pass the policy on unchanged as next version."""
     lr: Annotated[float, Field(ge=0.0), Flag("--lr")] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -51,6 +51,8 @@ class Policy:
     weights_digest: str
     tokenizer_digest: str
     consumed: tuple[str, ...]
+    is_unchanged: bool = False
+    """Whether the update that made it left its parent's weights as they were."""
 
     @property
     def identity(self) -> PolicyIdentity:
@@ -90,6 +92,7 @@ def open_policy(ref: str) -> Policy:
         weights_digest=weights,
         tokenizer_digest=tokenizer,
         consumed=tuple(record.consumed) if record else (),
+        is_unchanged=record is not None and record.parent_digest == record.weights_digest,
     )
 
 

@@ -204,3 +204,36 @@ def test_resuming_from_another_line_of_policies_is_refused(work: Path) -> None:
     outcome = update("--resume-from", "update")
     assert_refused(outcome, 3, where="update", found="version 1", expected="builtin:tiny")
     assert not is_committed("new")
+
+
+def test_a_batch_without_signal_is_passed_on_where_that_is_asked_for_and_training_goes_on(work: Path) -> None:
+    """27: it stops by default; `pass_on` commits the same weights as the next version, state and schedule as they were."""
+    Path("reward.py").write_text("def same(completion):\n    return 1.0\n")
+    flat = ("--reward", "reward.py:same", "--set", "score.fail_if_all_equal=never")
+    done("score", *flat, "--out", "flat")
+    assert_refused(
+        update("--scores", "flat", out="stopped"), 4, found="0 % of groups", todo="update.without_signal=pass_on"
+    )
+    assert not is_committed("stopped")
+    facts = done(
+        *UPDATE, "--scores", "flat", "--set", "update.without_signal=pass_on", "--out", "same", "--json"
+    ).record
+    assert facts["facts"]["num_steps"] == facts["facts"]["global_step"] == 0
+    assert rows("same") == []
+    record = json.loads(Path("same/policy/grpoctl_policy.json").read_text())
+    assert record["version"] == 1 and len(record["consumed"]) == 1
+    done("sync", "--update", "same", "--to", "published")
+    sampling = ("--policy", "published", "--limit", 4, "--group-size", 4, "--max-new-tokens", 28)
+    done("rollout", *sampling, "--out", "next")
+    done("logprob", "--rollouts", "next", "--policy", "published", "--out", "next-logprobs")
+    done("score", "--rollouts", "next", *flat, "--out", "next-flat")
+    again = ("--policy", "published", "--rollouts", "next", "--logprobs", "next-logprobs", "--resume-from", "same")
+    done("update", *again, "--scores", "next-flat", "--set", "update.without_signal=pass_on", "--out", "same-again")
+    ours, theirs = (
+        json.loads(Path(f"{name}/policy/grpoctl_policy.json").read_text()) for name in ("same-again", "same")
+    )
+    assert ours["weights_digest"] == ours["parent_digest"] == theirs["weights_digest"] and ours["version"] == 2
+    Path("by_length.py").write_text("def by_length(completion):\n    return float(len(completion) % 5)\n")
+    done("score", "--rollouts", "next", "--reward", "by_length.py:by_length", "--out", "next-scores")
+    done("update", *again, "--scores", "next-scores", "--lr", "1e-4", "--out", "moved")
+    assert rows("moved")[0]["global_step"] == 1

@@ -18,12 +18,15 @@ LOAD_SECONDS: Final = 1800.0
 HINTS: Final = {"vllm": " (on a CPU, vLLM keeps the old output embedding of models that tie it to the input's)"}
 
 
-async def load_policy_into(link: Link, eos_ids: Sequence[int], folder: Path, version: str, canary: Canary) -> Gap:
+async def load_policy_into(
+    link: Link, eos_ids: Sequence[int], folder: Path, version: str, canary: Canary, *, unchanged: bool = False
+) -> Gap:
     """Load a folder into a server and check that it answers like it; return the gap.
 
     Args:
         folder: as the server sees it, the same path as here
         version: name of the weights, which the server repeats afterwards
+        unchanged: the policy has its parent's weights, so that a server rightly answers as before
 
     Raises:
         GateFailed: it still answers with other weights, or wouldn't load these.
@@ -50,7 +53,7 @@ async def load_policy_into(link: Link, eos_ids: Sequence[int], folder: Path, ver
             f"allowed {MAX_GAPS[canary.limits]}){HINTS.get(server.facts.program, '')}; restart it on that folder, "
             "CURRENT stays where it was"
         )
-    if after == before and Path(server.facts.model) != folder:
+    if after == before and not unchanged and Path(server.facts.model) != folder:
         raise GateFailed(
             f"{link.url}: after loading {folder} its answers are the same to the last bit: still the old weights, or an "
             f"update too small for its {server.facts.dtype or 'floating-point type'}; CURRENT stays where it was"

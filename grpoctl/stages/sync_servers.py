@@ -47,11 +47,12 @@ def load_servers(job: SyncJob, context: Context, place: Location) -> dict[str, f
     canary = policy_canary(policy, context, dtype="float32", runtime=job.runtime)
     version = weights_name(f"v{policy.version:06d}", policy.weights_digest)
     eos_ids = load_tokenizer(policy.folder, policy.ref).eos_ids
-    return asyncio.run(_load_all(job.servers, eos_ids, Path(place.path).resolve(), version, canary))
+    folder = Path(place.path).resolve()
+    return asyncio.run(_load_all(job.servers, eos_ids, folder, version, canary, unchanged=policy.is_unchanged))
 
 
 async def _load_all(
-    urls: Sequence[str], eos_ids: Sequence[int], folder: Path, version: str, canary: Canary
+    urls: Sequence[str], eos_ids: Sequence[int], folder: Path, version: str, canary: Canary, *, unchanged: bool
 ) -> dict[str, float]:
     from grpoctl.engines.server_link import Link, ServerBusy, ServerLost, open_client
     from grpoctl.engines.server_load import load_policy_into
@@ -61,7 +62,7 @@ async def _load_all(
         for url in dict.fromkeys(urls):
             link = Link(url, client, timeout_seconds=ANSWER_SECONDS)
             try:
-                gap = await load_policy_into(link, eos_ids, folder, version, canary)
+                gap = await load_policy_into(link, eos_ids, folder, version, canary, unchanged=unchanged)
             except (ServerLost, ServerBusy) as error:
                 raise TryAgain(
                     f"{url}: can't be given {canary.policy} ({error}); start it, or sync without it; rerun to continue"

@@ -74,14 +74,18 @@ def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, Upda
     _check(job, inputs)
     vocab_size = load_tokenizer(inputs.policy.folder, inputs.policy.ref).vocab_size
     data = load_training_rows(job, inputs.rollouts, inputs.scores, inputs.logprobs, vocab_size=vocab_size)
-    if not has_signal(data):
+    if not has_signal(data) and job.update.without_signal == "stop":
         raise GateFailed(
             f"{job.scores}: 0 % of groups have differing rewards; nothing to learn from. Use harder or easier prompts, "
-            "a larger group_size or more prompts, or check the reward; a run branches off into a new --run-dir with "
-            "`--from …/iter-N/rollout` and other settings"
+            "a larger group_size or more prompts, check the reward, or go on with the next batch by `--set "
+            "update.without_signal=pass_on`; a run branches off into a new --run-dir with `--from …/iter-N/rollout`"
         )
     if context.dry_run:
-        steps = job.update.epochs * num_mini_batches(data, job, group_size=_group_size(inputs))
+        steps = (
+            0
+            if not has_signal(data)
+            else job.update.epochs * num_mini_batches(data, job, group_size=_group_size(inputs))
+        )
         return planned(job.out, work, num_steps=steps, num_completions=len(data.trainable))
     return work, inputs, data
 
@@ -193,9 +197,12 @@ def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, d
     )
     started = time.monotonic()
     with context.ranks.agreed():
+        learns = has_signal(data)
+        if not learns:
+            log.warning("%s: no group has differing rewards; the policy is passed on unchanged", job.scores)
         plan = [
             (epoch, rows)
-            for epoch in range(job.update.epochs)
+            for epoch in range(job.update.epochs if learns else 0)
             for rows in mini_batches(data, job, digest=inputs.digest, group_size=sampling.group_size, epoch=epoch)
         ]
     trained = Trained(trainer=trainer, steps=[], tokens={})

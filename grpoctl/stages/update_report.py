@@ -62,8 +62,13 @@ def _save_nonfinite(job: UpdateJob, ids: list[str]) -> None:
     write_bytes(locate(job.out).child(NONFINITE_FILE), json.dumps(ids, indent=1).encode())
 
 
-def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an update's numbers: token-weighted means over its steps, and the first step's ratio."""
+def summary(steps: list[dict[str, Any]], *, first_step: int) -> dict[str, Any]:
+    """Return an update's numbers: token-weighted means over its steps, and the first step's ratio; null without steps.
+
+    Args:
+        steps: rows of the steps table
+        first_step: global steps taken before them
+    """
     taken = [step for step in steps if step["status"] == "ok"]
     weights = np.array([step["num_tokens"] for step in taken], dtype=np.float64)
 
@@ -75,13 +80,13 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "num_steps": len(steps),
         "num_skipped_steps": len(steps) - len(taken),
-        "global_step": steps[-1]["global_step"],
+        "global_step": first_step + len(steps),
         "loss": mean("loss"),
         "kl": mean("kl"),
         "entropy": mean("entropy"),
-        "ratio_max": max(step["ratio_max"] for step in taken),
-        "first_ratio_max_gap": max(abs(steps[0]["ratio_max"] - 1), abs(steps[0]["ratio_min"] - 1)),
+        "ratio_max": max((step["ratio_max"] for step in taken), default=None),
+        "first_ratio_max_gap": max(abs(steps[0]["ratio_max"] - 1), abs(steps[0]["ratio_min"] - 1)) if steps else None,
         "clip_fraction": (mean("clip_fraction_low") or 0.0) + (mean("clip_fraction_high") or 0.0),
         "grad_norm": float(np.mean(norms)) if norms else None,
-        "lr": steps[-1]["lr"],
+        "lr": steps[-1]["lr"] if steps else None,
     }

@@ -97,7 +97,7 @@ def write_update(
 
 
 def _check(job: UpdateJob, steps: list[dict[str, Any]], probe: dict[str, Any]) -> None:
-    if all(step["status"] != "ok" for step in steps):
+    if steps and all(step["status"] != "ok" for step in steps):
         raise GateFailed(
             f"{job.out}: no step was taken in {len(steps)}; all tokens are masked or all steps were skipped"
         )
@@ -143,7 +143,7 @@ def _commit(
         rows=RowAccounting(input=total, ok=len(data.trainable), skipped=total - len(data.trainable), failed=0),
         policy=identity,
         sampling=inputs.rollouts.manifest.sampling,
-        stats=summary(steps),
+        stats=summary(steps, first_step=inputs.first_step),
         tokens={"trained": sum(step["num_tokens"] for step in steps)},
         timings={"training_seconds": trained.seconds, "writing_seconds": time.monotonic() - files.started},
         environment=environment(),
