@@ -3,7 +3,8 @@
 Each layout takes the same steps on the built-in policy, over completions of 1 to 500 tokens: one with each aggregation
 and one in which a single row has loss (so that a second process has nothing but padding), all at learning rate 0, and
 then three that move the weights. Gradients are recovered from the optimizer's first moments, through the file that every
-engine writes. One-process layouts run in one launched process, two-process layouts in two.
+engine writes. One-process layouts run in one launched process, two-process layouts in two. Megatron's run on a random
+policy with 4 heads, which 2 tensor-parallel processes can share, each in processes of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ from grpoctl.stages.update_step import Step, StepSettings
 AGGREGATIONS = ("seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
 """In the order of their gradients' sizes, so that recovering one from the moments doesn't cancel digits; one row's gradient
 lies before the last."""
+Launch = tuple[int, int | None]
+LAUNCHES: Sequence[Launch] = ((1, None), (2, None), (1, 1), (2, 2), (2, 1), (4, 2))
+"""Processes, and how many of them share a copy of a Megatron model (None for the other engines)."""
+TINY = BUILTIN / "tiny"
+FOUR_HEADS = "four-heads"
+ROWS = "rows.json"
 LINEAR = torch.nn.functional.linear
 GROUP_SIZE = 4
 NUM_GROUPS = 9
@@ -63,12 +70,15 @@ class Layout:
     micro_batches: int = 1
     dtype: str = "float32"
     checkpointing: bool = False
+    tensor_parallel: int = 1
 
     @property
     def name(self) -> str:
         """As the table says it."""
         if self.engine == "torch":
             words = ["torch" if self.num_processes == 1 else "FSDP2"]
+        elif self.engine == "megatron":
+            words = [f"Megatron TP {self.tensor_parallel} × DP {self.num_processes // self.tensor_parallel}"]
         else:
             words = [f"DeepSpeed ZeRO {self.stage}"]
         words += [f"offload {self.offload}"] if self.offload != "none" else []
@@ -101,7 +111,31 @@ def layouts(num_processes: int) -> list[Layout]:
     ]
 
 
-def training_rows() -> TrainingRows:
+def megatron_layouts(num_processes: int, tensor_parallel: int) -> list[Layout]:
+    """Return Megatron's layouts of one division of the processes."""
+    return [
+        Layout(engine="megatron", num_processes=num_processes, tensor_parallel=tensor_parallel, micro_batches=count)
+        for count in sorted(BUDGETS)
+    ]
+
+
+def four_heads(folder: Path) -> Path:
+    """Write a random policy of 4 heads and 2 key-value heads; return its folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=320, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def training_rows(folder: Path = TINY) -> TrainingRows:
     """Return groups of completions of 1 to 500 tokens, their logarithms uniform, some masked, with ratios away from 1."""
     generator = np.random.default_rng(11)
     prompts, completions, masks, groups = [], [], [], []
@@ -115,7 +149,7 @@ def training_rows() -> TrainingRows:
             mask[0] = True
             masks.append(mask)
             groups.append(f"g{group}")
-    policy = load_policy(BUILTIN / "tiny", ref="tiny", vocab_size=320, device="cpu", dtype="float32")
+    policy = load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32")
     own: dict[int, np.ndarray] = {}
     for chunk in dealt_chunks(prompts, completions, policy=policy, budget=4096, ranks=ALONE):
         with torch.no_grad():
@@ -147,7 +181,18 @@ def training_rows() -> TrainingRows:
     )
 
 
-def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) -> dict[str, Any]:
+def _policy(layout: Layout, folder: Path, ranks: Ranks) -> Any:
+    if layout.engine != "megatron":
+        return load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype=layout.dtype)
+    from grpoctl.engines.megatron_model import load_megatron
+
+    size = layout.tensor_parallel
+    return load_megatron(
+        folder, ref="tiny", vocab_size=320, device="cpu", dtype=layout.dtype, tensor_parallel_size=size, ranks=ranks
+    )
+
+
+def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path, folder: Path = TINY) -> dict[str, Any]:
     """Return losses and norms by step, gradients of the steps that don't move, and the final weights (first rank)."""
     config = UpdateConfig(engine=layout.engine, dtype=layout.dtype, kl_coef=0.05, grad_clip=None, weight_decay=0.01)  # type: ignore[arg-type]
     ds_config = scratch / "ds.json"
@@ -164,8 +209,8 @@ def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) 
             }
         ),
     )
-    policy = load_policy(BUILTIN / "tiny", ref="tiny", vocab_size=320, device="cpu", dtype=layout.dtype)
-    trainer = make_trainer(policy, config, runtime, ranks=ranks)
+    trainer = make_trainer(_policy(layout, folder, ranks), config, runtime, ranks=ranks)
+    sharers = ranks.in_blocks(layout.tensor_parallel)
     everything = list(range(len(data.rows.sample_ids)))
     shortest = [min(everything, key=lambda row: len(data.rows.completion_ids[row]))]
     third = len(everything) // 3
@@ -181,7 +226,7 @@ def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path) 
             norm_tokens=256,
             micro_batch_tokens=BUDGETS[layout.micro_batches],
         )
-        sums, denominator = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=ranks).run()
+        sums, denominator = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=sharers).run()
         found["losses"].append((sums.policy_numerator + 0.05 * sums.kl_numerator) / denominator)
         found["micro_batches"].append(sums.num_micro_batches)
         found["norms"].append(trainer.step(lr))
@@ -239,12 +284,15 @@ def compare(found: dict[str, Any], reference: dict[str, Any], *, moving: bool = 
     }
 
 
-def work(folder: Path, wanted: Sequence[int] | None) -> None:
+def work(folder: Path, wanted: Sequence[int] | None, tensor_parallel: int | None) -> None:
     """Run this process's part of every layout; the first rank writes the rows of the table."""
     torch.set_num_threads(1)
     ranks = join("cpu")
-    data = training_rows()
+    place = TINY if tensor_parallel is None else folder / FOUR_HEADS
+    data = training_rows(place)
     chosen = layouts(ranks.world_size)
+    if tensor_parallel is not None:
+        chosen = megatron_layouts(ranks.world_size, tensor_parallel)
     references: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     for number, layout in enumerate(chosen):
@@ -254,8 +302,8 @@ def work(folder: Path, wanted: Sequence[int] | None) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             if ranks.is_first and layout.dtype not in references:
                 plain = Layout(engine="torch", num_processes=1, dtype=layout.dtype)
-                references[layout.dtype] = take_steps(plain, data, ALONE, Path(scratch))
-            found = take_steps(layout, data, ranks, Path(scratch))
+                references[layout.dtype] = take_steps(plain, data, ALONE, Path(scratch), place)
+            found = take_steps(layout, data, ranks, Path(scratch), place)
             torch.nn.functional.linear = LINEAR  # ZeRO 3 leaves its own in the process
         if ranks.is_first:
             row = {**dataclasses.asdict(layout), "name": layout.name, **compare(found, references[layout.dtype])}
@@ -263,19 +311,21 @@ def work(folder: Path, wanted: Sequence[int] | None) -> None:
                 row["against_float32"] = compare(found, references["float32"], moving=False)
             rows.append(row | {"forwards": found["micro_batches"][0], "seconds": time.monotonic() - started})
             print(line(rows[-1]), flush=True)
-            (folder / f"{ranks.world_size}.json").write_text(json.dumps(rows))
+            (folder / ROWS).write_text(json.dumps(rows))
 
 
-def table(processes: Sequence[int] = (1, 2), wanted: Sequence[int] | None = None) -> list[dict[str, Any]]:
+def table(launches: Sequence[Launch] = LAUNCHES, wanted: Sequence[int] | None = None) -> list[dict[str, Any]]:
     """Run the layouts in launched processes and return their rows."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for count in processes:
+        four_heads(Path(folder) / FOUR_HEADS)
+        for count, tensor_parallel in launches:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
             command += [__file__, "--worker", folder]
+            command += [] if tensor_parallel is None else ["--megatron", str(tensor_parallel)]
             command += [] if wanted is None else ["--only", ",".join(map(str, wanted))]
             subprocess.run(command, check=True, stdout=sys.stderr)
-            rows += json.loads((Path(folder) / f"{count}.json").read_text())
+            rows += json.loads((Path(folder) / ROWS).read_text())
     return rows
 
 
@@ -292,12 +342,15 @@ def main() -> None:
     """Print the table, or be one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", type=Path)
+    parser.add_argument(
+        "--megatron", type=int, help="of a worker: run Megatron's layouts with this many tensor-parallel processes"
+    )
     parser.add_argument("--only")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     arguments = parser.parse_args()
     wanted = None if arguments.only is None else [int(word) for word in arguments.only.split(",")]
     if arguments.worker is not None:
-        work(arguments.worker, wanted)
+        work(arguments.worker, wanted, arguments.megatron)
         return
     rows = table(wanted=wanted)
     print(

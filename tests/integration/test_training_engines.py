@@ -37,7 +37,7 @@ def test_float32_engines_equal_the_single_process_one(rows: list[dict[str, Any]]
         (engine, stage, count)
         for count in (1, 2)
         for engine, stage in (("torch", None), *(("deepspeed", stage) for stage in range(4)))
-    }
+    } | {("megatron", None, count) for count in (1, 2, 4)}
     for row in exact:
         for name in ("loss", "gradient", "norm", "weights"):
             assert row[name] <= 1e-5, (parity.line(row), name)
