@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 import typer
 
-from grpoctl import __version__
+from grpoctl import __version__, launched
 
 COMMANDS: Final[dict[str, str]] = {
     "rollout": "Prompts in, G sampled completions each out, with the log-probability of every token.",
@@ -66,5 +66,11 @@ def main() -> NoReturn:
     """Run the command that the arguments name."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads on a busy machine cost ten times the work
     selected = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-    build(selected)()
-    sys.exit(0)
+    try:
+        build(selected)()
+        code: object = 0
+    except SystemExit as ending:
+        code = ending.code
+    if launched.is_launched() and isinstance(code, int):
+        launched.end(code)
+    sys.exit(code)  # pyright: ignore[reportArgumentType]  what SystemExit carried
