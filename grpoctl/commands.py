@@ -12,13 +12,13 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TextIO
 
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from grpoctl import launched
+from grpoctl import last_words, launched
 from grpoctl.config import Section
 from grpoctl.errors import GrpoctlError, PeerFailed, UsageError
 from grpoctl.jobs import JOBS, PipelineConfig
@@ -157,16 +157,21 @@ def _metavar(field: FieldInfo) -> str:
 def guarded(body: Callable[[dict[str, Any]], None], values: dict[str, Any]) -> None:
     """Run a command's body; an expected failure becomes a message on stderr, its exit code, and the JSON line."""
     set_up_logging(verbose=values.get("verbose", False))
+    last_words.register(functools.partial(_tell, values=values, stream=sys.stdout))  # stages have it redirected
     try:
         with _missing_extras():
             body(values)
     except GrpoctlError as error:
-        told_elsewhere = launched.has_speaker() or (isinstance(error, PeerFailed) and launched.rank() > 0)
-        if not told_elsewhere:
-            print(f"error: {error}", file=sys.stderr)
-        record = {"state": "error", "error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
-        emit(record, values)
+        _tell(error, values)
         raise typer.Exit(error.exit_code) from error
+
+
+def _tell(error: GrpoctlError, values: dict[str, Any], stream: TextIO | None = None) -> None:
+    told_elsewhere = launched.has_speaker() or (isinstance(error, PeerFailed) and launched.rank() > 0)
+    if not told_elsewhere:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    record = {"state": "error", "error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
+    emit(record, values, stream)
 
 
 @contextmanager
@@ -189,13 +194,13 @@ def set_up_logging(*, verbose: bool) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def emit(record: dict[str, Any], values: dict[str, Any]) -> None:
+def emit(record: dict[str, Any], values: dict[str, Any], stream: TextIO | None = None) -> None:
     """Print the record as one JSON line where --json asks for it, and write it where --result-file does."""
     line = json.dumps(record)
     if launched.rank() and not launched.has_speaker():
         return  # started by torchrun: the first process speaks
     if values.get("json"):
-        print(line, flush=True)
+        print(line, file=stream, flush=True)
     if values.get("result_file"):
         Path(values["result_file"]).write_text(line + "\n")
 

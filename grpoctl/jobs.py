@@ -177,6 +177,8 @@ class PipelineConfig(_Job):
     def _reference_where_needed(self) -> PipelineConfig:
         if (self.update.kl_coef > 0 or self.score.kl_coef > 0) and self.reference is None:
             raise ValueError("a kl_coef above 0 needs reference: initial (or another REF)")
+        if self.runtime.serve.command and self.rollout.engine != "server":
+            raise ValueError("runtime.serve starts servers for rollout.engine: server; set that, or remove it")
         return self
 
 

@@ -6,20 +6,23 @@ Whether it holds the policy is for the samples' own checks to tell, as with any 
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from grpoctl.engines.server_key import API_KEY, authorization
 from grpoctl.errors import GateFailed, InputRefused, TryAgain
 from grpoctl.jobs import SyncJob
 from grpoctl.policies import open_policy
@@ -30,18 +33,26 @@ from grpoctl.storage import locate
 
 log = logging.getLogger("grpoctl")
 POLL_SECONDS: Final = 0.5
-STOP_SECONDS: Final = 20.0
-"""How long a server may take to end before it is killed."""
+STOP_SECONDS: Final = 10.0
+"""How long servers may take to end before they are killed."""
 LOG_TAIL: Final = 2000
-DIE_WITH_STARTER: Final = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # the kernel kills the server where the process that started it is killed
+SIGNALLED: Final = 128
+"""Exit codes above it tell of a signal."""
+SUPERVISOR: Final = """
+import os, signal, subprocess, sys, threading
 try:
-    os.execvp(sys.argv[1], sys.argv[1:])
+    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 except OSError as error:
     sys.exit(f"{sys.argv[1]} can't be started: {error.strerror}")
+def follow():
+    os.read(0, 1)  # returns when the process that started us is gone, killed or not
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=follow, daemon=True).start()
+signal.signal(signal.SIGTERM, lambda *_: None)  # the server has it too; we wait for its end
+code = server.wait()
+sys.exit(code if code >= 0 else 128 - code)
 """
+"""Stands between us and a server: where we die, however suddenly, it kills the server and all that the server started."""
 
 
 @dataclass(slots=True)
@@ -51,6 +62,7 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
     url: str = ""
     holds: str = ""
+    has_answered: bool = False
 
     @property
     def runs(self) -> bool:
@@ -59,12 +71,12 @@ class _Server:
 
 @dataclass(slots=True)
 class ManagedServers:
-    """The servers of one run, as `runtime.serve` describes them."""
+    """The servers of one run, as `runtime.serve` describes them; what they print goes to `logs`."""
 
     runtime: RuntimeConfig
     context: Context
+    logs: Path
     _servers: list[_Server] = field(default_factory=list)
-    _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def serving(self, ref: str) -> tuple[str, ...]:
         """Return the servers' addresses once each of them holds a policy: started, given it, or started anew.
@@ -77,10 +89,9 @@ class ManagedServers:
         if not settings.command:
             return ()
         policy = open_policy(ref)
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="grpoctl-servers-")
-            logs = Path(self._folder.name)
-            self._servers = [_Server(index, logs / f"{index}.log") for index in range(settings.replicas)]
+        if not self._servers:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self._servers = [_Server(index, self.logs / f"{index}.log") for index in range(settings.replicas)]
         fresh = [server for server in self._servers if not self._kept(server, policy.folder, policy.weights_digest)]
         for server in fresh:
             self._start(server, policy.folder)
@@ -90,18 +101,19 @@ class ManagedServers:
         return tuple(server.url for server in self._servers)
 
     def _kept(self, server: _Server, folder: Path, digest: str) -> bool:
-        """Return whether a running server holds the policy, after it was given it where necessary."""
-        if not server.runs:
-            return False
-        if server.holds == digest:
+        """Return whether a running server holds the policy, after it was given it where necessary; else it is ended."""
+        if server.runs and (_answers(server.url) if server.holds == digest else self._given(server, folder, digest)):
             return True
+        _end([server])  # also a dead one: the processes that it started may live on
+        return False
+
+    def _given(self, server: _Server, folder: Path, digest: str) -> bool:
         started = time.monotonic()
         job = SyncJob(servers=(server.url,), runtime=self.runtime)
         try:
             load_servers(job, self.context, locate(str(folder)))
         except (GateFailed, InputRefused, TryAgain) as error:
             log.warning("%s; starting it anew", error)
-            _end(server)
             return False
         log.info("%s: given the new policy in %.1f s", server.url, time.monotonic() - started)
         server.holds = digest
@@ -116,11 +128,13 @@ class ManagedServers:
         server.url = f"http://127.0.0.1:{port}"
         server.holds = ""
         log.info("starting server %d: %s", server.index, " ".join(command))
-        with server.log.open("wb") as output:
+        with server.log.open("ab") as output:
+            output.write(f"\n--- {' '.join(command)}\n".encode())
+            output.flush()
             server.process = subprocess.Popen(
-                [sys.executable, "-c", DIE_WITH_STARTER, *command],
+                [sys.executable, "-c", SUPERVISOR, *command],
                 env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -132,26 +146,25 @@ class ManagedServers:
         deadline = time.monotonic() + self.runtime.serve.start_seconds
         while not _answers(server.url):
             self.context.stop.check()
-            if server.process.poll() is not None:
-                raise InputRefused(
-                    f"runtime.serve.command: server {server.index} ended with status {server.process.returncode} before "
-                    f"it answered; its last words:\n{_tail(server.log)}"
+            code = server.process.poll()
+            if code is not None:  # a command that worked before, or one that was killed (for memory), may work again
+                kind = TryAgain if server.has_answered or code < 0 or code > SIGNALLED else InputRefused
+                raise kind(
+                    f"runtime.serve.command: server {server.index} ended with status {code} before it answered; "
+                    f"{server.log} ends with:\n{_tail(server.log)}"
                 )
             if time.monotonic() > deadline:
                 raise TryAgain(
                     f"runtime.serve: server {server.index} doesn't answer after {self.runtime.serve.start_seconds:g} s "
-                    f"(runtime.serve.start_seconds); its last words:\n{_tail(server.log)}"
+                    f"(runtime.serve.start_seconds); {server.log} ends with:\n{_tail(server.log)}"
                 )
             time.sleep(POLL_SECONDS)
+        server.has_answered = True
 
     def close(self) -> None:
         """Stop all servers."""
-        for server in self._servers:
-            _end(server)
+        _end(self._servers)
         self._servers = []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
 
 def _filled(word: str, names: dict[str, str]) -> str:
@@ -168,10 +181,25 @@ def _free_port() -> int:
 
 
 def _answers(url: str) -> bool:
+    """Return whether a server is there.
+
+    Raises:
+        InputRefused: it wants a key that it wasn't given.
+    """
+    asked = urllib.request.Request(f"{url}/v1/models", headers=authorization())
+    direct = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # never through a proxy: it is on this machine
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=10):
+        with direct.open(asked, timeout=10):
             return True
-    except (urllib.error.URLError, OSError):
+    except urllib.error.HTTPError as error:
+        if error.code in {401, 403}:
+            raise InputRefused(
+                f"runtime.serve: {url} refuses access ({error.code}); its key goes into {API_KEY}"
+            ) from error
+        return error.code < 500
+    except (OSError, http.client.HTTPException):
         return False
 
 
@@ -179,17 +207,28 @@ def _tail(path: Path) -> str:
     return path.read_bytes()[-LOG_TAIL:].decode(errors="replace")
 
 
-def _end(server: _Server) -> None:
-    """Stop a server and all processes that it started."""
-    if server.process is None:
-        return
-    for number, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, None)):
-        try:
+def _end(servers: Sequence[_Server]) -> None:
+    """Stop servers and all processes that they started, together: asked first, and killed when their time is up."""
+    deadline = time.monotonic() + STOP_SECONDS
+    try:
+        for server in servers:
+            _signal(server, signal.SIGTERM)
+        for server in servers:
+            if server.process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    server.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    finally:  # a second signal to us comes here at once
+        for server in servers:
+            _signal(server, signal.SIGKILL)
+            if server.process is not None:
+                server.process.wait()
+                assert server.process.stdin is not None
+                server.process.stdin.close()
+            server.process = None
+
+
+def _signal(server: _Server, number: int) -> None:
+    """Send a signal to a server's group, which may outlive the server."""
+    if server.process is not None:
+        with suppress(ProcessLookupError):
             os.killpg(server.process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            server.process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            continue
-    server.process = None

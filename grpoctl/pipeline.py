@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
+
+from pydantic import ValidationError
 
 from grpoctl.artifacts import Artifact, differences, read_manifest
 from grpoctl.config import Section
@@ -19,6 +23,7 @@ from grpoctl.errors import Conflict, InputRefused, UsageError
 from grpoctl.jobs import LogprobJob, PipelineConfig, RolloutJob, ScoreJob, SyncJob, UpdateJob
 from grpoctl.managed_servers import ManagedServers
 from grpoctl.policies import POLICY_RECORD, open_policy
+from grpoctl.runtime_config import ServeConfig
 from grpoctl.schema.canonical import canonical_json
 from grpoctl.stages import logprob, rollout, score, sync, update
 from grpoctl.stages.base import Context, StageResult
@@ -155,7 +160,7 @@ class Pipeline:
         place = locate(self.config.run_dir).child(f"iter-{iteration:06d}/{LOCK}")
         if create_exclusively(place, canonical_json(ours).encode()):
             return self.config
-        theirs = json.loads(read_bytes(place))
+        theirs = self._known(json.loads(read_bytes(place)), place.url)
         changed = list(differences(theirs, ours))
         if not changed:
             return self.config
@@ -168,6 +173,19 @@ class Pipeline:
         log.warning("iteration %d keeps the settings it began with (%s)", iteration, shown)
         outside = self.config.model_dump(mode="json", include=NOT_LOCKED)
         return PipelineConfig.model_validate({**theirs, **outside})
+
+    def _known(self, stored: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return settings as they were stored, those that didn't exist yet at their defaults."""
+        outside = self.config.model_dump(mode="json", include=NOT_LOCKED)
+        try:
+            full = PipelineConfig.model_validate({**stored, **outside})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputRefused(
+                f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}; written by another version of grpoctl: "
+                "continue the run with that one, or use another --run-dir"
+            ) from error
+        return full.model_dump(mode="json", exclude=NOT_LOCKED)
 
     def _stages(self, config: PipelineConfig) -> list[str]:
         needs_logprobs = config.update.old == "old_logprobs" or config.reference is not None
@@ -202,7 +220,9 @@ class Pipeline:
         if not isinstance(job, RolloutJob) or config.rollout.engine != "server" or self._is_there(iteration, stage):
             return job
         if self.servers is None:
-            self.servers = ManagedServers(config.runtime, self.context)
+            place = locate(self.config.run_dir)
+            logs = Path(place.path) if place.is_local else Path(tempfile.mkdtemp(prefix="grpoctl-"))
+            self.servers = ManagedServers(config.runtime, self.context, logs / "servers")
         return job.model_copy(update={"servers": (*job.servers, *self.servers.serving(job.policy))})
 
     def close(self) -> None:
@@ -217,7 +237,9 @@ class Pipeline:
         url = {name: self._url(iteration, name) for name in ARTIFACTS}
         policy = self._policy(config, iteration)
         logprobs = url["logprob"] if "logprob" in self._stages(config) else None
-        runtime = config.runtime
+        runtime = config.runtime.model_copy(
+            update={"serve": ServeConfig()}
+        )  # no business of a stage, nor of its manifest
         if stage == "rollout":
             return RolloutJob(
                 prompts=config.prompts, policy=policy, seed=config.seed, iteration=iteration,

@@ -51,6 +51,8 @@ class Policy:
     weights_digest: str
     tokenizer_digest: str
     consumed: tuple[str, ...]
+    adapter: Path | None = None
+    """Folder of its adapters by themselves, where they are published beside the weights; checked by digest."""
     is_unchanged: bool = False
     """Whether the update that made it left its parent's weights as they were."""
 
@@ -92,6 +94,7 @@ def open_policy(ref: str) -> Policy:
         weights_digest=weights,
         tokenizer_digest=tokenizer,
         consumed=tuple(record.consumed) if record else (),
+        adapter=_adapter(folder, record, ref),
         is_unchanged=record is not None and record.parent_digest == record.weights_digest,
     )
 
@@ -104,6 +107,18 @@ def _record(folder: Path, ref: str) -> PolicyRecord | None:
         return PolicyRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise InputRefused(f"{ref}: {POLICY_RECORD} is damaged ({error.errors()[0]['msg']})") from error
+
+
+def _adapter(folder: Path, record: PolicyRecord | None, ref: str) -> Path | None:
+    """Return the folder of adapters that the record names, None where there is none of ours."""
+    place = folder / ADAPTER
+    if record is None or record.adapter_digest is None or not place.is_dir():
+        return None
+    if weights_digest(place) != record.adapter_digest:
+        raise InputRefused(
+            f"{ref}: {ADAPTER}/ differs from the digest in {POLICY_RECORD}; the folder was damaged or edited"
+        )
+    return place
 
 
 def _local_folder(ref: str) -> Path:

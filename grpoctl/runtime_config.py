@@ -37,7 +37,8 @@ class ServeConfig(Section):
     """Command line of one server, as a list of words; {policy} is the policy's folder, {port} a free port, {index} the
     server's number. Empty: none is started."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables for the servers, with the same names filled in, as {CUDA_VISIBLE_DEVICES: "{index}"}."""
+    """Variables for the servers, with the same names filled in, as {CUDA_VISIBLE_DEVICES: "{index}"}; the rest, secrets too,
+    comes from the environment of `run`."""
     replicas: Positive = 1
     """Servers to start, each with the whole model."""
     start_seconds: Annotated[float, Field(gt=0.0)] = 900.0
@@ -76,7 +77,8 @@ class RuntimeConfig(Section):
     """vllm: where a policy has its adapters beside it (sync.adapters), keep their base in the engine and load only them;
     the samples come from base and adapters, which answer like the merged weights but for rounding."""
     engine_timeout_seconds: Annotated[float, Field(gt=0.0)] = 1800.0
-    """vllm: an engine that finishes no completion for this long hangs, and the stage ends with exit 75."""
+    """vllm: an engine that takes no step (a token for each running completion) for this long hangs, and the stage ends with
+    exit 75."""
     serve: ServeConfig = ServeConfig()
     """`run`: servers to start and stop, besides those of `servers`."""
     python: dict[str, str] = Field(default_factory=dict)

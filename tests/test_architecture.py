@@ -12,6 +12,7 @@ FLOORS = {
     "grpoctl": 0,
     "errors": 0,
     "launched": 0,
+    "last_words": 0.1,
     "config": 1,
     "runtime_config": 1.01,
     "jobs": 1.05,

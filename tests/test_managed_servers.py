@@ -1,9 +1,11 @@
 """Servers that `run` starts: they answer, end with it, and tell why where they don't. Real engines are in integration/."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -11,10 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from addition import QUICKSTART
 
-from grpoctl.errors import InputRefused, TryAgain
+from grpoctl import managed_servers
+from grpoctl.errors import InputRefused, TryAgain, UsageError
+from grpoctl.jobs import PipelineConfig
 from grpoctl.managed_servers import ManagedServers
 from grpoctl.runtime_config import RuntimeConfig, ServeConfig
+from grpoctl.settings import load_job
 from grpoctl.stages.base import Context
 
 ANSWERING = """
@@ -30,11 +36,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 @contextmanager
 def servers(*command: str, **settings: object) -> Iterator[ManagedServers]:
     serve = ServeConfig(command=command, environment={"NUMBER": "{index}"}, **settings)  # type: ignore[arg-type]
-    managed = ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True))
-    try:
-        yield managed
-    finally:
-        managed.close()
+    with tempfile.TemporaryDirectory() as logs:
+        managed = ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True), Path(logs))
+        try:
+            yield managed
+        finally:
+            managed.close()
 
 
 def words(url: str) -> list[str]:
@@ -70,7 +77,10 @@ def test_each_replica_is_started_on_the_policys_folder_and_kept(tmp_path: Path) 
 def test_a_command_that_ends_is_told_with_its_last_words() -> None:
     with (
         servers(sys.executable, "-c", "raise SystemExit('no such model')", "{port}") as managed,
-        pytest.raises(InputRefused, match=r"(?s)server 0 ended with status 1 before it answered.*no such model"),
+        pytest.raises(
+            InputRefused,
+            match=r"(?s)server 0 ended with status 1 before .*0.log ends with:.*no such model",
+        ),
     ):
         managed.serving("builtin:tiny")
 
@@ -97,12 +107,14 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> No
 
 def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    server = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"  # as engines do
     starter = (
         "from grpoctl.runtime_config import RuntimeConfig, ServeConfig; from grpoctl.stages.base import Context\n"
         "from grpoctl.managed_servers import ManagedServers; import sys\n"
         f"serve = ServeConfig(command=(sys.executable, '-c', {server!r}))\n"
-        "ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True)).serving('builtin:tiny')"
+        "from pathlib import Path\n"
+        f"ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True), Path({str(tmp_path)!r})).serving('builtin:tiny')"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
     give_up = time.monotonic() + 60
@@ -124,7 +136,7 @@ def test_a_hanging_engine_ends_the_process_with_try_again() -> None:
     )
     result = subprocess.run([sys.executable, "-c", hang], capture_output=True, text=True, check=False)
     assert result.returncode == 75
-    assert "vllm 0 finished nothing for 0.3 s (runtime.engine_timeout_seconds): it hangs" in result.stderr
+    assert "error: vllm 0 did nothing for 0.3 s (runtime.engine_timeout_seconds): it hangs" in result.stderr
 
 
 def test_an_engine_that_works_is_left_alone() -> None:
@@ -133,3 +145,68 @@ def test_an_engine_that_works_is_left_alone() -> None:
         "with watched('vllm 0', itertools.count().__next__, patience_seconds=0.3): time.sleep(1)"
     )
     assert subprocess.run([sys.executable, "-c", work], check=False).returncode == 0
+
+
+def test_what_a_dead_server_started_is_ended_before_the_next_one(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = f"import os, time; open({str(note)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(99)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])\n{ANSWERING}"
+    with servers(sys.executable, "-c", parent, "{port}", "{policy}") as managed:
+        leader = int(words(managed.serving("builtin:tiny")[0])[2])
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.01)
+        first = int(note.read_text().split()[0])
+        os.kill(leader, signal.SIGKILL)
+        while is_alive(leader):
+            time.sleep(0.01)
+        time.sleep(0.2)  # the supervisor notices
+        managed.serving("builtin:tiny")
+        assert not is_alive(first)
+    assert not any(is_alive(int(pid)) for pid in note.read_text().split())
+
+
+def test_servers_that_ignore_the_request_to_stop_are_killed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(managed_servers, "STOP_SECONDS", 0.5)
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{ANSWERING}"
+    with servers(sys.executable, "-c", stubborn, "{port}", "{policy}", replicas=3) as managed:
+        pids = [int(words(url)[2]) for url in managed.serving("builtin:tiny")]
+        started = time.monotonic()
+    assert time.monotonic() - started < 30
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with servers(sys.executable, "-c", ANSWERING, "{port}", "{policy}", start_seconds=30.0) as managed:
+        assert len(managed.serving("builtin:tiny")) == 1
+
+
+def test_a_server_that_wants_a_key_says_where_it_goes() -> None:
+    locked = ANSWERING.replace("send_response(200)", "send_response(401)")
+    with (
+        servers(sys.executable, "-c", locked, "{port}", "{policy}") as managed,
+        pytest.raises(InputRefused, match=r"refuses access \(401\); its key goes into GRPOCTL_SERVER_API_KEY"),
+    ):
+        managed.serving("builtin:tiny")
+
+
+def test_servers_that_no_stage_would_ask_are_refused() -> None:
+    settings = ["runtime.serve={command: [server]}", "run_dir=nowhere"]
+    with pytest.raises(UsageError, match=r"runtime\.serve starts servers for rollout.engine: server"):
+        load_job(PipelineConfig, flags={}, sets=settings, file=QUICKSTART, environment={})
+
+
+def test_the_last_words_of_a_hanging_engine_reach_json_and_the_result_file(tmp_path: Path) -> None:
+    record = tmp_path / "result.json"
+    hang = (
+        "import time; from grpoctl.engines import watchdog; from grpoctl.stages import rollout\n"
+        "def hang(*_):\n    with watchdog.watched('vllm 0', lambda: 5, patience_seconds=0.3): time.sleep(60)\n"
+        "rollout.sampler_for = hang\n"
+        "from grpoctl.cli import main; main()"
+    )
+    words = ["rollout", "--limit", "1", "--out", str(tmp_path / "r"), "--json", "--result-file", str(record)]
+    result = subprocess.run([sys.executable, "-c", hang, *words], capture_output=True, text=True, check=False)
+    assert result.returncode == 75, result.stderr
+    assert json.loads(result.stdout) == json.loads(record.read_text())
+    assert json.loads(result.stdout)["kind"] == "TryAgain"

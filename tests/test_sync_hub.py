@@ -331,3 +331,27 @@ def test_without_huggingface_hub_the_extra_is_named(updates: Path, monkeypatch: 
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == "huggingface_hub" else find(name, *rest))
     outcome = grpoctl("sync", "--update", updates / "first", "--to", TO)
     assert_refused(outcome, 2, found="huggingface_hub is not installed", todo=r'pip install "grpoctl\[hub\]"')
+
+
+def test_adapters_beside_a_policy_come_and_go_with_their_version(
+    small_set: Path, empty_hub: FakeHub, tmp_path: Path
+) -> None:
+    given = ("--rollouts", small_set / "rollouts", "--scores", small_set / "scores")
+    given = (*given, "--logprobs", small_set / "logprobs", "--policy", "builtin:tiny", "--set", "update.lora.rank=2")
+    done("update", *given, "--lr", "1e-3", "--out", tmp_path / "first")
+    done("sync", "--update", tmp_path / "first", "--to", tmp_path / "policies")
+    sampling = ("--group-size", 4, "--limit", 4, "--max-new-tokens", 28, "--iteration", 1)
+    done("rollout", "--policy", tmp_path / "policies", *sampling, "--out", tmp_path / "rollouts")
+    done("score", "--rollouts", tmp_path / "rollouts", "--reward", "accuracy", "--out", tmp_path / "scores")
+    given = ("--rollouts", tmp_path / "rollouts", "--scores", tmp_path / "scores", "--policy", tmp_path / "policies")
+    given = (*given, "--set", "update.lora.rank=2", "--set", "update.old=rollout_logprobs", "--lr", "1e-3")
+    done("update", *given, "--resume-from", tmp_path / "first", "--out", tmp_path / "second")
+    beside = ("--to", TO, "--set", "sync.adapters=beside")
+    done("sync", "--update", tmp_path / "first", *beside)
+    name = "adapter/adapter_model.safetensors"
+    first = empty_hub.repositories[NAME].head.files[name]
+    done("sync", "--update", tmp_path / "second", *beside)
+    assert empty_hub.repositories[NAME].head.files[name] != first
+    done("sync", "--to", TO, "--rollback", 1)
+    assert empty_hub.repositories[NAME].head.files[name] == first
+    done("rollout", "--policy", f"{NAME}@v000002", "--limit", 2, "--group-size", 2, "--out", tmp_path / "r")

@@ -21,6 +21,7 @@ from grpoctl.engines.forward import LEAST_POSITIONS, Packed, unit_logprobs
 from grpoctl.engines.hf_model import PROBE_TOLERANCE, load_policy, pick_device
 from grpoctl.engines.megatron_bridge import Mbridge, WeightBridge, scattered
 from grpoctl.engines.megatron_head import vocab_parallel_logprobs
+from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.ranks import Ranks
 from grpoctl.engines.tokenizer import require
 from grpoctl.errors import InputRefused, UsageError
@@ -146,19 +147,22 @@ def load_megatron(
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _check_divisible(config, tensor_parallel_size, ranks, ref)
     group = _parallel_group(tensor_parallel_size)
-    bridge = Mbridge(config, ref=ref, tensor_parallel_size=tensor_parallel_size)
-    policy = MegatronPolicy(
-        module=bridge.build(),
-        bridge=bridge,
-        shapes={},
-        vocab_size=vocab_size,
-        device=place,
-        padding_id=-1 if config.pad_token_id is None else config.pad_token_id,
-        tensor_parallel_size=tensor_parallel_size,
-        group=group,
-    )
-    policy.module.to(place)
-    _fill(policy, folder, ref)
+    with ranks.agreed(), memory_errors("loading the model", "a larger runtime.megatron.tensor_parallel_size"):
+        bridge = Mbridge(
+            config, ref=ref, tensor_parallel_size=tensor_parallel_size
+        )  # a failure leaves no rank in the check
+        policy = MegatronPolicy(
+            module=bridge.build(),
+            bridge=bridge,
+            shapes={},
+            vocab_size=vocab_size,
+            device=place,
+            padding_id=-1 if config.pad_token_id is None else config.pad_token_id,
+            tensor_parallel_size=tensor_parallel_size,
+            group=group,
+        )
+        policy.module.to(place)
+        _fill(policy, folder, ref)
     policy.runner = MegatronForward(policy)
     _check(policy, folder, ref, ranks)
     policy.autocast = torch.bfloat16 if dtype == "bfloat16" else None

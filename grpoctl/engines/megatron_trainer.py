@@ -21,6 +21,7 @@ from grpoctl.engines.optimizer_state import MOMENTS, read_state, write_state
 from grpoctl.engines.policy_export import write_tensors_as_policy
 from grpoctl.engines.ranks import Ranks
 from grpoctl.engines.torch_trainer import decay_groups
+from grpoctl.errors import InputRefused
 
 HEAD_NORMS: Final = ("q_layernorm.weight", "k_layernorm.weight")
 """Norms of single heads: every tensor-parallel rank has them whole, but its gradient is of its own heads only."""
@@ -124,6 +125,11 @@ class MegatronTrainer:
             state[parameter] = {"step": torch.tensor(float(steps)), **share}
 
         read_state(folder, self.policy.shapes, put)
+        if found:
+            raise InputRefused(
+                f"{folder}: optimizer state for {sorted(found)[0]}, but not for the tensors that Megatron keeps with it; "
+                "name a whole update"
+            )
 
     def export(self, folder: Path, *, adapter: Path | None = None) -> None:
         """Write the float32 weights as safetensors, under the names of the policy that was loaded; tied stay tied."""

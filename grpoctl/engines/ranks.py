@@ -43,6 +43,10 @@ class Ranks:
 
     def gather(self, value: Value) -> list[Value]:
         """Return every rank's value, in the order of ranks, on every rank."""
+        return self._of_all(value)[:: self.block]
+
+    def _of_all(self, value: Value) -> list[Value]:
+        """Return every process's value."""
         count = self.world_size * self.block
         if count == 1:
             return [value]
@@ -51,7 +55,7 @@ class Ranks:
         values: list[Any] = [None] * count
         with self.lost_peers():
             dist.all_gather_object(values, value)
-        return values[:: self.block]
+        return values
 
     def share(self, value: Value) -> Value:
         """Return the first rank's value on every rank."""
@@ -69,7 +73,7 @@ class Ranks:
             yield
         except GrpoctlError as error:
             mine = error
-        failures = self.gather(None if mine is None else (str(mine), mine.exit_code))
+        failures = self._of_all(None if mine is None else (str(mine), mine.exit_code))
         number, failure = next(((i, found) for i, found in enumerate(failures) if found is not None), (0, None))
         if failure is None:
             return

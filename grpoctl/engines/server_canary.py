@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from grpoctl.engines.gaps import MAX_GAPS, MEAN_GAPS, Gap, gap_between
-from grpoctl.engines.server_link import API_KEY, Link
+from grpoctl.engines.server_key import API_KEY
+from grpoctl.engines.server_link import Link
 from grpoctl.engines.server_protocol import Server, ServerFacts
 from grpoctl.engines.server_sglang import SglangServer
 from grpoctl.engines.server_vllm import VllmServer

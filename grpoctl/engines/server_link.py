@@ -7,17 +7,15 @@ connection, no answer in time, half an answer) is for the caller to replace. Red
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import resource
 from typing import Any, Final
 
 import httpx
 
+from grpoctl.engines.server_key import API_KEY, authorization
 from grpoctl.errors import InputRefused
 
-API_KEY: Final = "GRPOCTL_SERVER_API_KEY"
-"""Environment variable with the bearer token; never a setting, so it can't reach a manifest."""
 ATTEMPTS: Final = 5
 BACKOFF_SECONDS: Final = 0.5
 MAX_FILES: Final = 65536
@@ -45,10 +43,10 @@ def open_client() -> httpx.AsyncClient:
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    key = os.environ.get(API_KEY)
-    headers = {"User-Agent": "grpoctl"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"User-Agent": "grpoctl"} | authorization()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(headers=headers, limits=limits, follow_redirects=False)
+    direct = {"all://127.0.0.1": None, "all://localhost": None}  # no proxy that the environment names for the rest
+    return httpx.AsyncClient(headers=headers, limits=limits, follow_redirects=False, mounts=direct)
 
 
 class Link:

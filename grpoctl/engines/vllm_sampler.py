@@ -7,7 +7,8 @@ gives child j the seed + j, so neighbouring seeds would share noise between prom
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,10 +62,12 @@ class VllmSampler:
             options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         self._adapters: Any = None
         self._num_adapters = 0
+        self._num_steps = 0
         try:
             self._engine: Any = LLM(**options)
         except (ValueError, RuntimeError) as error:
             raise InputRefused(f"{folder}: vLLM can't load it ({str(error).splitlines()[0]})") from error
+        self._count_steps()
 
     def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
         """Draw one completion for each request in one engine call, long prompts first."""
@@ -94,25 +97,40 @@ class VllmSampler:
             )
             for i in order
         ]
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            with watched(self.name, self._unfinished, patience_seconds=self._patience):
-                outputs = self._generate(prompts, params)
-        except EngineDeadError as error:
-            raise TryAgain("the vLLM engine died; finished shards are kept: rerun (see its own log above)") from error
+        outputs = self._generate(prompts, params)
         drawn = {i: _sample(output.outputs[0]) for i, output in zip(order, outputs, strict=True)}
         return [drawn[i] for i in range(len(requests))]
 
-    def _unfinished(self) -> int:
-        return int(self._engine.llm_engine.get_num_unfinished_requests())
+    def _count_steps(self) -> None:
+        """Count the engine's steps, by which the watchdog tells slow work from none."""
+        inner: Any = self._engine.llm_engine
+        step = inner.step
+
+        def counted() -> Any:
+            outputs = step()
+            self._num_steps += 1
+            return outputs
+
+        inner.step = counted
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Ask the engine something, watched: one that hangs ends the process, one that died is TryAgain."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            with watched(self.name, lambda: self._num_steps, patience_seconds=self._patience):
+                yield
+        except EngineDeadError as error:
+            raise TryAgain("the vLLM engine died; finished shards are kept: rerun (see its own log above)") from error
 
     def reload(self, folder: Path) -> None:
         """Load other weights of the same architecture; whether they took is for `prompt_logprobs` to tell."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        if _on_cpu():
-            self._engine.collective_rpc(_repack_head)
-        self._engine.reset_prefix_cache()
+        with self._asked():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            if _on_cpu():
+                self._engine.collective_rpc(_repack_head)
+            self._engine.reset_prefix_cache()
 
     def use_adapters(self, folder: Path) -> None:
         """Put adapters beside the loaded weights, in the place of earlier ones."""
@@ -122,7 +140,8 @@ class VllmSampler:
         self._adapters = LoRARequest(f"adapters-{self._num_adapters}", self._num_adapters, str(folder))
 
     def _generate(self, prompts: Any, params: Any) -> Any:
-        return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
+        with self._asked():
+            return self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._adapters)
 
     def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]

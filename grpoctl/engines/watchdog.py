@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from grpoctl import last_words
 from grpoctl.errors import TryAgain
 
-log = logging.getLogger("grpoctl")
 LOOKS: Final = 50
 """How often a watchdog looks within its patience."""
 
@@ -37,16 +35,14 @@ def watched(what: str, progress: Callable[[], object], *, patience_seconds: floa
             if found != seen:
                 seen, since = found, time.monotonic()
             elif time.monotonic() - since > patience_seconds:
-                log.error(
-                    "%s finished nothing for %g s (runtime.engine_timeout_seconds): it hangs. Ending this process; "
-                    "finished shards are kept: rerun",
-                    what,
-                    patience_seconds,
+                error = TryAgain(
+                    f"{what} did nothing for {patience_seconds:g} s (runtime.engine_timeout_seconds): it hangs; finished "
+                    "shards are kept: rerun"
                 )
                 for child in multiprocessing.active_children():  # a hanging engine doesn't notice that we are gone
                     child.kill()
-                sys.stdout.flush()
-                os._exit(TryAgain.exit_code)
+                last_words.say(error)
+                os._exit(error.exit_code)
 
     thread = threading.Thread(target=look, name="watchdog", daemon=True)
     thread.start()

@@ -183,5 +183,7 @@ class PolicyRecord(Record):
     """Content digests of all rollouts this line of policies was trained on, so that none is applied twice."""
     dtype: str
     """Floating-point type of the stored weights."""
+    adapter_digest: str | None = None
+    """Digest over the tensors of the low-rank adapters that are merged into the weights, null without any."""
     grpoctl_version: str = __version__
     """Version that wrote it."""

@@ -17,8 +17,9 @@ from typing import Any, Final, TypeVar
 
 from grpoctl import launched
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, committed
+from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.ranks import ALONE, Ranks, join
-from grpoctl.errors import InputRefused, Interrupted, TryAgain, UsageError
+from grpoctl.errors import InputRefused, Interrupted, UsageError
 from grpoctl.policies import Policy
 from grpoctl.reward_models import RewardModelFolder
 from grpoctl.runtime_config import RuntimeConfig
@@ -26,7 +27,7 @@ from grpoctl.storage import check_writable, locate
 
 log = logging.getLogger("grpoctl")
 Item = TypeVar("Item")
-PACKAGES: Final = ("torch", "transformers", "deepspeed", "peft", "pyarrow", "numpy")
+PACKAGES: Final = ("torch", "transformers", "vllm", "deepspeed", "megatron-core", "mbridge", "peft", "pyarrow", "numpy")
 PROGRESS_SECONDS: Final = 30.0
 WARM_MODELS: Final = 2
 """Models kept in memory: the policy and the reference."""
@@ -154,16 +155,15 @@ class Context:
         set_threads(runtime)
         key = (policy.weights_digest, f"megatron {dtype}", runtime.device)
         if key not in self.models:
-            with memory_errors("loading the model", "a larger runtime.megatron.tensor_parallel_size"):
-                self.models[key] = load_megatron(
-                    policy.folder,
-                    ref=policy.ref,
-                    vocab_size=load_tokenizer(policy.folder, policy.ref).vocab_size,
-                    device=runtime.device,
-                    dtype=dtype,
-                    tensor_parallel_size=runtime.megatron.tensor_parallel_size,
-                    ranks=self.ranks,
-                )
+            self.models[key] = load_megatron(
+                policy.folder,
+                ref=policy.ref,
+                vocab_size=load_tokenizer(policy.folder, policy.ref).vocab_size,
+                device=runtime.device,
+                dtype=dtype,
+                tensor_parallel_size=runtime.megatron.tensor_parallel_size,
+                ranks=self.ranks,
+            )
         return self.models[key]
 
     def model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig, device: str | None = None) -> Any:
@@ -230,25 +230,6 @@ def _with_bar(items: Sequence[Item], label: str, *, quiet: bool) -> Iterable[Ite
     from rich.progress import track
 
     return track(items, description=label, console=Console(stderr=True), transient=True)
-
-
-class memory_errors:
-    """Turn an out-of-memory error of the device into TryAgain with the knobs that help."""
-
-    def __init__(self, doing: str, knobs: str) -> None:
-        self.doing = doing
-        self.knobs = knobs
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        import torch
-
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise TryAgain(
-                f"out of memory while {self.doing}; finished shards are kept: lower {self.knobs} and rerun"
-            ) from error
 
 
 def set_threads(runtime: RuntimeConfig) -> None:

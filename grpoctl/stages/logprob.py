@@ -13,6 +13,7 @@ import pyarrow as pa
 from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
 from grpoctl.config import defining
 from grpoctl.engines.base import FloatVector
+from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
 from grpoctl.jobs import LogprobJob
@@ -26,7 +27,6 @@ from grpoctl.stages.base import (
     check_outside,
     environment,
     finished,
-    memory_errors,
     planned,
     require_same_tokenizer,
 )

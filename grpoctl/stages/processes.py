@@ -145,7 +145,13 @@ def _exit_code(child: subprocess.Popen[bytes], record: Path) -> int:
 def _failure(stage: str, codes: Sequence[int], records: Sequence[Path]) -> GrpoctlError:
     """Return the error of the process that tells what happened, of its kind and with its message."""
     failed = [rank for rank, code in enumerate(codes) if code]
-    worst = min(failed, key=lambda rank: (WORST_FIRST.index(codes[rank]) if codes[rank] in WORST_FIRST else 0, rank))
+
+    def telling(rank: int) -> tuple[int, bool, int]:
+        place = WORST_FIRST.index(codes[rank]) if codes[rank] in WORST_FIRST else 0
+        told = json.loads(records[rank].read_bytes()).get("kind") if records[rank].is_file() else None
+        return place, told in (None, PeerFailed.__name__), rank  # among equals the one that isn't just another's victim
+
+    worst = min(failed, key=telling)
     if not records[worst].is_file():
         message = f"{stage}: process {worst} of {len(codes)} ended without a message (see above); nothing was committed"
         return PeerFailed(message, exit_code=codes[worst])

@@ -11,6 +11,7 @@ from typing import Any, Final
 from grpoctl.algorithms.seeds import identity_order, identity_seed
 from grpoctl.config import defining
 from grpoctl.engines.base import OptimizerSettings, TokenIds
+from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
 from grpoctl.jobs import RewardModelJob
@@ -18,7 +19,7 @@ from grpoctl.policies import Policy, open_policy
 from grpoctl.preferences import Pair, PreferenceSet, Text, load_preferences
 from grpoctl.reward_models import is_reward_model
 from grpoctl.schema.canonical import sha256_json
-from grpoctl.stages.base import Context, StageResult, check_outside, memory_errors, set_threads
+from grpoctl.stages.base import Context, StageResult, check_outside, set_threads
 from grpoctl.stages.reward_model_write import STAGE, facts_of, scratch_folder, trained_already, written
 
 log = logging.getLogger("grpoctl")

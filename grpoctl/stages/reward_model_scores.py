@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from grpoctl.artifacts import Artifact
 from grpoctl.engines.base import TokenIds
+from grpoctl.engines.memory import memory_errors
 from grpoctl.errors import InputRefused
 from grpoctl.jobs import ScoreJob
 from grpoctl.reward_models import TEXT_RULES, RewardModelFolder, open_reward_model
 from grpoctl.rewards.sample import RewardOutcome, RewardSample
-from grpoctl.stages.base import Context, memory_errors
+from grpoctl.stages.base import Context
 
 NAME: Final = "reward_model"
 

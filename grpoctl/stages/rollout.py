@@ -16,6 +16,7 @@ from grpoctl.algorithms.seeds import identity_order, identity_seed
 from grpoctl.artifacts import ArtifactWriter, Work
 from grpoctl.config import defining
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
+from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
 from grpoctl.jobs import RolloutJob
@@ -24,16 +25,7 @@ from grpoctl.prompts import PromptSet, load_prompts
 from grpoctl.schema.canonical import canonical_json
 from grpoctl.schema.manifest import RowAccounting, Sampling, Shard
 from grpoctl.schema.tables import ROLLOUTS
-from grpoctl.stages.base import (
-    Context,
-    StageResult,
-    already_done,
-    check_outside,
-    environment,
-    finished,
-    memory_errors,
-    planned,
-)
+from grpoctl.stages.base import Context, StageResult, already_done, check_outside, environment, finished, planned
 from grpoctl.stages.samplers import drawn, sampler_for
 
 log = logging.getLogger("grpoctl")

@@ -19,7 +19,7 @@ from grpoctl.engines.gaps import MAX_GAPS, MEAN_GAPS, gap_between
 from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import InputRefused, TryAgain, UsageError
 from grpoctl.jobs import RolloutJob
-from grpoctl.policies import ADAPTER, PROBE_RECORD, Policy, open_policy
+from grpoctl.policies import PROBE_RECORD, Policy, open_policy
 from grpoctl.schema.canonical import sha256_json
 from grpoctl.stages.base import Context, set_threads
 
@@ -53,7 +53,9 @@ def _servers(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
     from grpoctl.stages.canary import policy_canary
 
     if not job.servers:
-        raise UsageError("engine server needs the address of one: --server http://HOST:PORT, repeatable")
+        raise UsageError(
+            "engine server needs the address of one: --server http://HOST:PORT, repeatable (runtime.serve is for `run` only)"
+        )
     return ServerSampler(
         load_tokenizer(policy.folder, policy.ref),
         policy_canary(policy, context, dtype=job.rollout.dtype, runtime=job.runtime),
@@ -76,6 +78,10 @@ def _vllm(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
         job.runtime.max_context_tokens or sys.maxsize, load_tokenizer(policy.folder, policy.ref).context_tokens
     )
     base = _base_of_adapters(policy) if job.runtime.vllm_adapters else None
+    if job.runtime.vllm_adapters and base is None:
+        context.tell_once(
+            f"{policy.ref}: has no adapters beside it (sync.adapters: beside); its whole weights are loaded"
+        )
     loaded = policy if base is None else base.policy
     options["adapter_rank"] = 0 if base is None else base.rank
     key = sha256_json({"tokenizer": policy.tokenizer_digest, **options, "base": base and base.policy.weights_digest})
@@ -91,12 +97,14 @@ def _vllm(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
     context.samplers.clear()
     fresh = VllmSampler(loaded.folder, load_tokenizer(policy.folder, policy.ref), VllmSettings(**options))
     if base is not None:
-        fresh.use_adapters(policy.folder / ADAPTER)
+        assert policy.adapter is not None
+        fresh.use_adapters(policy.adapter)
     probe = _probe(policy)
     if probe is not None:
         gap = gap_between(fresh.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"]), probe["logprobs"])
         noise = _noise(probe, job.rollout.dtype)
         if not gap.within(noise):
+            fresh.close()
             raise InputRefused(
                 f"{policy.ref}: {fresh.name} answers its probe with a gap of {gap}, limit {noise}'s: mean "
                 f"{MEAN_GAPS[noise]}, max {MAX_GAPS[noise]}; the engine doesn't compute this policy"
@@ -127,9 +135,9 @@ def _base_of_adapters(policy: Policy) -> _AdapterBase | None:
     """
     from grpoctl.engines.lora import read_record
 
-    if not (policy.folder / ADAPTER).is_dir():
+    if policy.adapter is None:
         return None
-    adapters = read_record(policy.folder / ADAPTER)
+    adapters = read_record(policy.adapter)
     base = open_policy(adapters.base.ref)
     if base.weights_digest != adapters.base.weights_digest:
         raise InputRefused(
@@ -151,7 +159,7 @@ def _reloaded(warm: Any, policy: Policy, dtype: str, *, adapters: bool) -> bool:
         return False
     before = warm.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"])
     if adapters:
-        warm.use_adapters(policy.folder / ADAPTER)
+        warm.use_adapters(policy.adapter)
     else:
         warm.reload(policy.folder)
     after = warm.prompt_logprobs(probe["prompt_ids"], probe["completion_ids"])

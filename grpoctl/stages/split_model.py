@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from grpoctl.engines.memory import memory_errors
 from grpoctl.policies import Policy
 from grpoctl.runtime_config import RuntimeConfig
-from grpoctl.stages.base import Context, memory_errors, set_threads
+from grpoctl.stages.base import Context, set_threads
 
 Step = Callable[[Any], None]
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from grpoctl.engines.tokenizer import require
 from grpoctl.errors import Conflict, GrpoctlError, InputRefused, TryAgain, UsageError
-from grpoctl.policies import POLICY_RECORD
+from grpoctl.policies import ADAPTER, POLICY_RECORD
 from grpoctl.schema.manifest import PolicyRecord
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Revision:
 
     Args:
         oid: the commit
-        files: names at the repository's root
+        files: a policy's names: those at the repository's root and of its adapters
         record: the policy's record, None where the commit holds no policy of ours
     """
 
@@ -276,7 +276,8 @@ def _revision(api: HfApi, repository: str, revision: str | None) -> Revision:
     where = f"{SCHEME}{repository}"
     with hub_errors(where):
         info = api.model_info(repository, revision=revision)
-        names = frozenset(file.rfilename for file in info.siblings or [] if "/" not in file.rfilename)
+        everything = [file.rfilename for file in info.siblings or []]
+        names = frozenset(name for name in everything if "/" not in name or name.startswith(f"{ADAPTER}/"))
         assert info.sha is not None
         data = None
         if POLICY_RECORD in names:

@@ -22,8 +22,8 @@ from grpoctl.algorithms.policy_loss import LOG_RATIO_LIMIT, LossSettings, TokenL
 from grpoctl.config import UpdateConfig
 from grpoctl.engines.base import FloatVector, Trainer
 from grpoctl.engines.dealing import Chunk, dealt_chunks
+from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.ranks import ALONE, Ranks
-from grpoctl.stages.base import memory_errors
 from grpoctl.stages.update_batches import TrainingRows
 
 

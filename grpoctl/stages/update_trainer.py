@@ -42,8 +42,9 @@ def _model(job: UpdateJob, context: Context, inputs: UpdateInputs, folder: Path)
             raise UsageError(
                 "runtime.activation_checkpointing: engine megatron doesn't have it; use torch or deepspeed"
             )
-        with ranks.agreed():
-            return context.megatron_model(inputs.policy, dtype=dtype, runtime=runtime)
+        model = context.megatron_model(inputs.policy, dtype=dtype, runtime=runtime)
+        context.models.clear()
+        return model
     with ranks.agreed():  # reading sends nothing, so a process that can't stops all of them
         policy, adapters = _base(job, inputs, folder)
 

@@ -180,6 +180,7 @@ def _complete_policy(folder: Path, inputs: UpdateInputs, fingerprint: str) -> st
         update_fingerprint=fingerprint,
         consumed=[*inputs.policy.consumed, inputs.digest],
         dtype="float32",
+        adapter_digest=weights_digest(adapter) if (adapter := folder.parent / ADAPTER).is_dir() else None,
     )
     (folder / POLICY_RECORD).write_text(record.model_dump_json(indent=1))
     return digest
