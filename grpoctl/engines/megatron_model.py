@@ -147,7 +147,7 @@ def load_megatron(
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _check_divisible(config, tensor_parallel_size, ranks, ref)
     group = _parallel_group(tensor_parallel_size)
-    with ranks.agreed(), memory_errors("loading the model", "a larger runtime.megatron.tensor_parallel_size"):
+    with ranks.agreed(), memory_errors("loading the model", "raise runtime.megatron.tensor_parallel_size"):
         bridge = Mbridge(
             config, ref=ref, tensor_parallel_size=tensor_parallel_size
         )  # a failure leaves no rank in the check

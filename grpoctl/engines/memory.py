@@ -8,11 +8,11 @@ from grpoctl.errors import TryAgain
 
 
 class memory_errors:
-    """Turn an out-of-memory error of the device into TryAgain with the knobs that help."""
+    """Turn an out-of-memory error of the device into TryAgain with what helps."""
 
-    def __init__(self, doing: str, knobs: str) -> None:
+    def __init__(self, doing: str, advice: str) -> None:
         self.doing = doing
-        self.knobs = knobs
+        self.advice = advice
 
     def __enter__(self) -> None:
         return None
@@ -22,5 +22,5 @@ class memory_errors:
 
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise TryAgain(
-                f"out of memory while {self.doing}; finished shards are kept: lower {self.knobs} and rerun"
+                f"out of memory while {self.doing}; finished shards are kept: {self.advice} and rerun"
             ) from error

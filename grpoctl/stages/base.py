@@ -179,7 +179,7 @@ class Context:
         key = (policy.weights_digest, dtype, runtime.device)
         if key not in self.models:
             size = load_tokenizer(policy.folder, policy.ref).vocab_size
-            with memory_errors("loading the model", "a smaller dtype or another device"):
+            with memory_errors("loading the model", "take another device, or more of them"):
                 place = device or runtime.device
                 loaded = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device=place, dtype=dtype)
             self.models[key] = loaded
@@ -202,7 +202,7 @@ class Context:
         if key not in self.reward_models:
             self.reward_models.clear()
             size = load_tokenizer(model.folder, model.ref).context_tokens
-            with memory_errors("loading the reward model", "another device"):
+            with memory_errors("loading the reward model", "take another device"):
                 self.reward_models[key] = load_reward_model(
                     model.folder, ref=model.ref, device=runtime.device, dtype=dtype, context_tokens=size
                 )

@@ -187,7 +187,7 @@ def row_logprobs(
     logprobs: dict[int, FloatVector] = {}
     entropies: dict[int, FloatVector] = {}
     for chunk in chunks:
-        with torch.no_grad(), memory_errors("computing log-probabilities", "runtime.micro_batch_tokens"):
+        with torch.no_grad(), memory_errors("computing log-probabilities", "lower runtime.micro_batch_tokens"):
             values, entropy = unit_logprobs(model, chunk.units, temperature=temperature, with_entropy=with_entropy)
         if not chunk.counts:
             continue

@@ -69,7 +69,7 @@ def run(job: RewardModelJob, context: Context) -> StageResult:
         return StageResult(stage=STAGE, out=job.out, state="planned", artifact=None, facts=planned)
     set_threads(job.runtime)
     with scratch_folder(job.out) as scratch:
-        with memory_errors("training the reward model", "runtime.micro_batch_tokens"):
+        with memory_errors("training the reward model", "lower runtime.micro_batch_tokens"):
             model = _fresh(job, base, tokenizer)
             stats = _trained(job, context, model, preferences.digest, split)
         numbers = {**facts, **stats, "template": preferences.format}

@@ -60,7 +60,7 @@ class RewardModelScorer:
         started = time.monotonic()
         rows = self._rows(samples)
         model = self.context.reward_model(self.model, dtype=self.job.score.reward_model_dtype, runtime=self.job.runtime)
-        with memory_errors("scoring with the reward model", "runtime.micro_batch_tokens"):
+        with memory_errors("scoring with the reward model", "lower runtime.micro_batch_tokens"):
             values = model.score(rows, budget=self.job.runtime.micro_batch_tokens)
         seconds = (time.monotonic() - started) / len(samples)
         return [_outcome(float(value), seconds) for value in values]

@@ -208,7 +208,7 @@ def _sample_shards(
         assert sampler is not None
         size = job.rollout.prompts_per_shard
         part = plan.chosen[index * size : (index + 1) * size]
-        with memory_errors("sampling", "runtime.rollout_batch_size or rollout.max_new_tokens"):
+        with memory_errors("sampling", "lower runtime.rollout_batch_size or rollout.max_new_tokens"):
             samples = drawn(sampler, _requests(part, job), _settings(job))
         rows = list(_rows(part, samples, job, load_tokenizer(policy.folder, policy.ref)))
         table = _table(rows, part, job, policy, prompts)

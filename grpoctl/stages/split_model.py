@@ -47,7 +47,7 @@ def split_model(
     key = (policy.weights_digest, dtype, runtime.device)
     if key in context.models:
         return context.models[key]
-    loading = "loading the model", "a smaller dtype or another device"
+    loading = "loading the model", "take more devices (runtime.num_processes)"
     set_threads(runtime)
     with ranks.agreed(), memory_errors(*loading):
         size = load_tokenizer(policy.folder, policy.ref).vocab_size

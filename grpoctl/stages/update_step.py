@@ -127,7 +127,7 @@ class Step:
             ranks=self.ranks,
         )
         for chunk in chunks:
-            with memory_errors("training", "runtime.micro_batch_tokens"):
+            with memory_errors("training", "lower runtime.micro_batch_tokens"):
                 if chunk.counts:
                     self._micro_batch(chunk, denominator, sums)
                 else:
