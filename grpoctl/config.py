@@ -308,7 +308,7 @@ class SyncConfig(Section):
 
     adapters: Literal["merged", "beside"] = "merged"
     """Low-rank adapters: `merged` into the policy's weights alone, or also `beside` them, as the folder `adapter` in peft's
-    format: for runtime.vllm_adapters, for peft, for other servers."""
+    format: for runtime.vllm_adapters, for peft, for other servers. A version that is published already stays as it is."""
 
     max_probe_gap: Annotated[float, Field(gt=0.0), GATE] = 1e-3
     """Largest |Δ log-probability| on the probe rows between the update engine and the published folder, nats."""
