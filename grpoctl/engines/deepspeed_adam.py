@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed steps with: torch's AdamW, or DeepSpeed's own kernels of the same formula."""
+"""DeepSpeed's own kernels of AdamW."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ from typing import Any, Final
 
 import torch
 
+from grpoctl.engines.adamw import decay_groups
 from grpoctl.engines.base import OptimizerSettings
-from grpoctl.engines.torch_trainer import decay_groups
 from grpoctl.errors import UsageError
 
 FAR_STEP: Final = 1 << 30
 """A number of steps that no training has behind or before it."""
-
-
-def torch_adam(parameters: Sequence[Any], settings: OptimizerSettings) -> Any:
-    """Return torch's AdamW, which the torch engine uses too."""
-    return torch.optim.AdamW(
-        decay_groups(parameters, settings.weight_decay),
-        lr=0.0,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-    )
 
 
 def deepspeed_adam(parameters: Sequence[Any], settings: OptimizerSettings, *, on_cpu: bool) -> Any:

@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from grpoctl.engines.adamw import torch_adamw
 from grpoctl.engines.base import OptimizerSettings, Unit
-from grpoctl.engines.deepspeed_adam import deepspeed_adam, torch_adam
+from grpoctl.engines.deepspeed_adam import deepspeed_adam
 from grpoctl.engines.forward import PackedForward, unit_logprobs
 from grpoctl.engines.hf_model import Policy, pick_device
 from grpoctl.engines.optimizer_state import MOMENTS, read_state, write_state
@@ -61,7 +62,7 @@ class DeepSpeedTrainer:
             with ranks.agreed():  # its kernel may not compile on one machine
                 base = deepspeed_adam(trained, settings, on_cpu=on_cpu)
         else:
-            base = torch_adam(trained, settings)
+            base = torch_adamw(trained, settings)
         self._engine: Any = deepspeed.initialize(
             model=PackedForward(policy), optimizer=base, config=dict(config), dist_init_required=False
         )[0]

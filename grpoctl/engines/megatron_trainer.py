@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from grpoctl.engines.adamw import clipped_step, torch_adamw
 from grpoctl.engines.base import OptimizerSettings, Unit
 from grpoctl.engines.forward import unit_logprobs
 from grpoctl.engines.megatron_bridge import gathered, scattered
@@ -20,7 +21,6 @@ from grpoctl.engines.megatron_model import MegatronPolicy
 from grpoctl.engines.optimizer_state import MOMENTS, read_state, write_state
 from grpoctl.engines.policy_export import write_tensors_as_policy
 from grpoctl.engines.ranks import Ranks
-from grpoctl.engines.torch_trainer import decay_groups
 from grpoctl.errors import InputRefused
 
 HEAD_NORMS: Final = ("q_layernorm.weight", "k_layernorm.weight")
@@ -39,12 +39,7 @@ class MegatronTrainer:
         self._copies: Any = parallel_state.get_data_parallel_group()
         self._parameters: dict[str, Any] = dict(policy.module.named_parameters())
         self._names = policy.names()
-        self._optimizer = torch.optim.AdamW(
-            decay_groups(list(self._parameters.values()), settings.weight_decay),
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        )
+        self._optimizer = torch_adamw(list(self._parameters.values()), settings)
 
     def logprobs(
         self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
@@ -62,17 +57,8 @@ class MegatronTrainer:
 
     def step(self, lr: float) -> float | None:
         """Clip, step and clear; return the norm before clipping, or None (and no step) where it isn't finite."""
-        norm = self._norm()
-        if not torch.isfinite(norm):
-            self.discard()
-            return None
-        if self.settings.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self.settings.grad_clip, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.discard()
-        return float(norm)
+        parameters = self._parameters.values()
+        return clipped_step(self._optimizer, parameters, self._norm(), lr=lr, grad_clip=self.settings.grad_clip)
 
     def _norm(self) -> Tensor:
         """Return the norm of the whole gradient: shares added over the ranks that hold them, copies counted once."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpoctl.engines.adamw import clipped_step, torch_adamw
 from grpoctl.engines.base import OptimizerSettings, Unit
 from grpoctl.engines.forward import unit_logprobs
 from grpoctl.engines.hf_model import Policy
@@ -26,12 +27,7 @@ class TorchTrainer:
         self.settings = settings
         self.ranks = ranks
         self._parameters = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            decay_groups(list(self._parameters.values()), settings.weight_decay),
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        )
+        self._optimizer = torch_adamw(list(self._parameters.values()), settings)
 
     def logprobs(
         self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
@@ -47,16 +43,7 @@ class TorchTrainer:
         """Clip, step and clear; return the norm before clipping, or None (and no step) where it isn't finite."""
         parameters = [p for p in self._parameters.values() if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        if not torch.isfinite(norm):
-            self.discard()
-            return None
-        if self.settings.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.discard()
-        return float(norm)
+        return clipped_step(self._optimizer, parameters, norm, lr=lr, grad_clip=self.settings.grad_clip)
 
     def discard(self) -> None:
         """Drop the gradient collected so far."""
@@ -91,12 +78,3 @@ class TorchTrainer:
         tensors = whole_tensors(self.policy.module, whole, ranks=self.ranks)
         if self.ranks.is_first:
             write_policy(folder, self.policy, tensors, adapter=adapter)
-
-
-def decay_groups(parameters: Sequence[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups: matrices decay, norms and biases don't; a group without members is left out."""
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
