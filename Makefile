@@ -51,7 +51,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.installed-integration: $(VENV)/.installed-dev
-	DS_BUILD_OPS=0 $(PIP) --editable ".[deepspeed,megatron]"
+	DS_BUILD_OPS=0 $(PIP) --editable ".[deepspeed,megatron]" gguf
 	touch $@
 
 clean:
