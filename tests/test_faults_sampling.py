@@ -267,3 +267,12 @@ def test_a_group_reduced_to_one_member_gets_no_gradient(work: Path) -> None:
     given = ("--reward", "accuracy", "--set", "score.incomplete_groups=use", "--out", "new")
     done("score", "--rollouts", "rollouts", *given)
     assert rows("new")[0]["advantage"] in (None, 0.0)
+
+
+def test_a_prompt_that_the_engine_makes_no_room_for_is_refused_before_it_starts(prompts_file: Path) -> None:
+    given = ("rollout", "--prompts", prompts_file, "--engine", "vllm", "--max-new-tokens", 20, "--dry-run")
+    outcome = grpoctl(*given, "--set", "runtime.max_context_tokens=24")
+    assert_refused(
+        outcome, 2, found="runtime.max_context_tokens: 24, a prompt and its max_new_tokens take", todo="raise it"
+    )
+    assert grpoctl(*given, "--set", "runtime.max_context_tokens=100").code == 0

@@ -17,7 +17,7 @@ import numpy as np
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings, VllmSettings
 from grpoctl.engines.tokenizer import Tokenizer, require
 from grpoctl.engines.watchdog import watched
-from grpoctl.errors import InputRefused, TryAgain, UsageError
+from grpoctl.errors import InputRefused, TryAgain
 
 FINISH: Final = {"stop": "stop", "length": "length", "abort": "abort"}
 ADAPTER_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -38,7 +38,6 @@ class VllmSampler:
         from vllm import LLM, __version__
 
         self.name = f"vllm {__version__}"
-        self._max_context = settings.max_context_tokens
         self._patience = settings.timeout_seconds
         cpu = _on_cpu()
         options: dict[str, Any] = {
@@ -73,11 +72,6 @@ class VllmSampler:
         """Draw one completion for each request in one engine call, long prompts first."""
         from vllm import SamplingParams, TokensPrompt
 
-        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
-        if longest > self._max_context:
-            raise UsageError(
-                f"runtime.max_context_tokens: {self._max_context}, a prompt and its max_new_tokens take {longest}; raise it"
-            )
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), i))
         prompts = [TokensPrompt(prompt_token_ids=requests[i].prompt_ids.tolist()) for i in order]
         params = [

@@ -86,6 +86,7 @@ def run(job: RolloutJob, context: Context) -> StageResult:
         log.info(
             "prompts are text and go to the model as they are; prompts.chat_template: always makes them user turns"
         )
+    _check_room(plan, job)
     if context.dry_run:
         return planned(job.out, work, num_prompts=len(plan), num_completions=len(plan) * job.rollout.group_size)
     planned_work = _Plan(prompts=prompts, chosen=plan, num_skipped=skipped)
@@ -174,6 +175,16 @@ def plan_prompts(
     if not plan:
         raise InputRefused(f"{job.prompts.path}: no prompt is left after skipping overlong ones")
     return plan, len(chosen) - len(plan)
+
+
+def _check_room(plan: Sequence[PlannedPrompt], job: RolloutJob) -> None:
+    """Refuse prompts that the engine was told to make no room for, before the first is sampled."""
+    limit = job.runtime.max_context_tokens
+    longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in plan)
+    if job.rollout.engine == "vllm" and limit is not None and longest > limit:
+        raise UsageError(
+            f"runtime.max_context_tokens: {limit}, a prompt and its max_new_tokens take {longest}; raise it to that"
+        )
 
 
 def _check_ids(encoded: dict[int, TokenIds], prompts: PromptSet, tokenizer: Tokenizer) -> None:
