@@ -132,6 +132,28 @@ def test_an_update_and_the_next_on_either_engine_are_the_torch_engines(
     assert difference(*ended) < 1e-5
 
 
+def test_norms_of_single_heads_get_the_gradient_of_all_heads(tmp_path: Path) -> None:
+    """Qwen3's q and k norms are whole on both tensor-parallel ranks, each of which sees half of the heads."""
+    policy = str(random_policy(tmp_path / "policy", "qwen3", tied=False))
+    (tmp_path / "reward.py").write_text("def by_length(completion):\n    return float(len(completion) % 5)\n")
+    place = {name: str(tmp_path / name) for name in ("rollouts", "scores", "torch", "megatron")}
+    sampling = ["--limit", "4", "--group-size", "4", "--max-new-tokens", "16", "--policy", policy]
+    grpoctl("rollout", *sampling, "--out", place["rollouts"], "--set", "rollout.max_truncated_ratio=1")
+    reward = f"{tmp_path / 'reward.py'}:by_length"
+    grpoctl("score", "--rollouts", place["rollouts"], "--reward", reward, "--out", place["scores"])
+    given = ["--rollouts", place["rollouts"], "--scores", place["scores"], "--policy", policy, "--lr", "1e-3"]
+    given += ["--set", "update.old=rollout_logprobs"]
+    grpoctl("update", *given, "--out", place["torch"])
+    grpoctl("update", *given, "--out", place["megatron"], *megatron(2, 2))
+    ours, theirs = (load_file(f"{place[name]}/trainer_state/optimizer.safetensors") for name in ("megatron", "torch"))
+    names = [
+        name for name in theirs if name.startswith("exp_avg.") and name.endswith(("q_norm.weight", "k_norm.weight"))
+    ]
+    assert len(names) == 4
+    for name in names:
+        assert float((ours[name] - theirs[name]).norm() / theirs[name].norm()) < 1e-4, name
+
+
 @pytest.mark.parametrize(
     "settings, code, message",
     [
