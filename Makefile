@@ -37,7 +37,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/pipeline.py
 
 schemas: $(VENV)/.installed
-	$(BIN)/python -m grpoctl.schema.publish
+	$(BIN)/python -m grpoctl.cli.publish_schemas
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

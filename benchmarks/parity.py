@@ -28,17 +28,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from grpoctl.config import UpdateConfig
-from grpoctl.engines.dealing import dealt_chunks
 from grpoctl.engines.forward import unit_logprobs
-from grpoctl.engines.hf_model import load_policy
-from grpoctl.engines.ranks import ALONE, Ranks, join
+from grpoctl.engines.micro_batches import dealt_chunks
+from grpoctl.engines.torch.model import load_policy
 from grpoctl.engines.trainers import make_trainer
-from grpoctl.policies import BUILTIN
-from grpoctl.runtime_config import DeepSpeedConfig, RuntimeConfig
-from grpoctl.stages.rows import TokenRows
-from grpoctl.stages.update_batches import TrainingRows
-from grpoctl.stages.update_step import Step, StepSettings
+from grpoctl.inputs.policies import BUILTIN
+from grpoctl.processes.ranks import ALONE, Ranks, join
+from grpoctl.settings.fields import UpdateConfig
+from grpoctl.settings.runtime import DeepSpeedConfig, RuntimeConfig
+from grpoctl.stages.token_rows import TokenRows
+from grpoctl.stages.update.batches import TrainingRows
+from grpoctl.stages.update.step import Step, StepSettings
 
 AGGREGATIONS = ("seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
 """In the order of their gradients' sizes, so that recovering one from the moments doesn't cancel digits; one row's gradient
@@ -184,7 +184,7 @@ def training_rows(folder: Path = TINY) -> TrainingRows:
 def _policy(layout: Layout, folder: Path, ranks: Ranks) -> Any:
     if layout.engine != "megatron":
         return load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype=layout.dtype)
-    from grpoctl.engines.megatron_model import load_megatron
+    from grpoctl.engines.megatron.model import load_megatron
 
     size = layout.tensor_parallel
     return load_megatron(

@@ -6,10 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpoctl.jobs import PipelineConfig
-from grpoctl.pipeline import Pipeline
-from grpoctl.settings import load_job
-from grpoctl.stages.base import Context
+from grpoctl.pipeline.run import Pipeline
+from grpoctl.settings.jobs import PipelineConfig
+from grpoctl.settings.load import load_job
+from grpoctl.stages.stage import Context
 
 QUICKSTART = str(Path(__file__).parents[1] / "pipelines/quickstart.yaml")
 

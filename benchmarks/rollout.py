@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from grpoctl.engines.tokenizer import load_tokenizer
-from grpoctl.jobs import RolloutJob
-from grpoctl.policies import open_policy
-from grpoctl.prompts import load_prompts
-from grpoctl.settings import load_job
+from grpoctl.inputs.policies import open_policy
+from grpoctl.inputs.prompts import load_prompts
+from grpoctl.settings.jobs import RolloutJob
+from grpoctl.settings.load import load_job
 from grpoctl.stages import rollout
-from grpoctl.stages.base import Context
 from grpoctl.stages.samplers import sampler_for
+from grpoctl.stages.stage import Context
 
 CPU_ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 """What the stage sets for vLLM in process (grpoctl/engines/vllm_sampler.py), for run-batch too."""

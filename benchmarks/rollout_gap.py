@@ -25,9 +25,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpoctl.artifacts import open_artifact
-from grpoctl.policies import open_policy
-from grpoctl.schema.tables import ROLLOUTS
+from grpoctl.artifacts.artifact import open_artifact
+from grpoctl.artifacts.tables import ROLLOUTS
+from grpoctl.inputs.policies import open_policy
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/integration"))

@@ -21,17 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from grpoctl.config import LoraConfig, UpdateConfig
-from grpoctl.engines.lora import Adapters, Base, draw, insert
-from grpoctl.engines.ranks import join
+from grpoctl.engines.torch.lora import Adapters, Base, draw, insert
 from grpoctl.engines.trainers import make_trainer
-from grpoctl.policies import BUILTIN, open_policy
-from grpoctl.runtime_config import DeepSpeedConfig, RuntimeConfig
-from grpoctl.stages.base import Context
-from grpoctl.stages.rows import TokenRows
+from grpoctl.inputs.policies import BUILTIN, open_policy
+from grpoctl.processes.ranks import join
+from grpoctl.settings.fields import LoraConfig, UpdateConfig
+from grpoctl.settings.runtime import DeepSpeedConfig, RuntimeConfig
 from grpoctl.stages.split_model import split_model
-from grpoctl.stages.update_batches import TrainingRows
-from grpoctl.stages.update_step import Step, StepSettings
+from grpoctl.stages.stage import Context
+from grpoctl.stages.token_rows import TokenRows
+from grpoctl.stages.update.batches import TrainingRows
+from grpoctl.stages.update.step import Step, StepSettings
 
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 """Has the C library give the memory of freed tensors back, so that it isn't counted."""

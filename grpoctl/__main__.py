@@ -1,5 +1,5 @@
 """`python -m grpoctl` is `grpoctl`."""
 
-from grpoctl.cli import main
+from grpoctl.cli.main import main
 
 main()

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from typer.testing import CliRunner
 
-from grpoctl.cli import build
+from grpoctl.cli.main import build
 
 Tree = dict[str, str]
 """Path within a folder → sha256 of the file."""

@@ -13,10 +13,10 @@ from addition import QUICKSTART, addition_prompts
 from pipeline_file import small_pipeline  # noqa: F401  (fixtures of the fault tests)
 from small_set import empty, small_set, work  # noqa: F401  (fixtures of the fault tests)
 
-from grpoctl.jobs import PipelineConfig
-from grpoctl.pipeline import Pipeline
-from grpoctl.settings import load_job
-from grpoctl.stages.base import Context
+from grpoctl.pipeline.run import Pipeline
+from grpoctl.settings.jobs import PipelineConfig
+from grpoctl.settings.load import load_job
+from grpoctl.stages.stage import Context
 
 torch.set_num_threads(1)
 

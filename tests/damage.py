@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from command_line import manifest, part
 
-from grpoctl.builtin import make_tiny
+from tools import make_tiny
 
 TINY = Path(make_tiny.__file__).parent / "tiny"
 

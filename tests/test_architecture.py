@@ -9,36 +9,17 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "grpoctl"
 FLOORS = {
-    "grpoctl": 0,
-    "errors": 0,
-    "launched": 0,
-    "last_words": 0.1,
-    "config": 1,
-    "runtime_config": 1.01,
-    "jobs": 1.05,
-    "settings": 1.1,
-    "schema": 1.2,
-    "algorithms": 2,
-    "rewards": 3,
-    "storage": 4,
-    "artifacts": 4.1,
-    "policies": 4.2,
-    "prompts": 4.3,
-    "example_data": 4.35,
-    "preferences": 4.4,
-    "reward_models": 4.4,
-    "engines": 5,
-    "stages": 6,
-    "managed_servers": 6.5,
+    "grpoctl": 0, "errors": 0, "extras": 0,
+    "processes": 1, "algorithms": 1,
+    "settings": 2,
+    "artifacts": 3,
+    "inputs": 4,
+    "engines": 5, "rewards": 5,
+    "stages": 6, "builtin": 6,
     "pipeline": 7,
-    "commands": 8,
-    "stage_worker": 8.2,
-    "reward_commands": 8.1,
-    "cli": 9,
-    "__main__": 9.1,
+    "cli": 8,
+    "__main__": 9,
 }
-LAZY = {("commands", "reward_commands"), ("pipeline", "stage_worker")}  # imported inside a function, where it is used
-SCRIPTS = {"builtin"}  # programs that made what the package ships; nothing imports them
 HEAVY = {"torch", "transformers", "vllm", "sglang", "deepspeed", "peft"}
 HEAVY_AT_IMPORT = {"engines", "algorithms", "stages/update_step.py"}  # modules that only run with torch at hand
 
@@ -92,16 +73,21 @@ def loaded_modules(code: str) -> set[str]:
 
 
 def test_help_imports_none_of_torch_pyarrow_pydantic() -> None:
-    code = "sys.argv = ['grpoctl', '--help']\nfrom grpoctl.cli import main\ntry: main()\nexcept SystemExit: pass"
+    code = "sys.argv = ['grpoctl', '--help']\nfrom grpoctl.cli.main import main\ntry: main()\nexcept SystemExit: pass"
     assert not loaded_modules(code) & {"torch", "pyarrow", "pydantic", "transformers", "numpy"}
 
 
 def test_scoring_needs_no_torch() -> None:
-    assert not loaded_modules("import grpoctl.stages.score, grpoctl.reward_commands") & HEAVY
+    assert not loaded_modules("import grpoctl.stages.score, grpoctl.cli.reward") & HEAVY
 
 
 def test_pipelines_and_settings_need_no_torch() -> None:
-    assert not loaded_modules("import grpoctl.settings, grpoctl.commands, grpoctl.artifacts, grpoctl.policies") & HEAVY
+    assert (
+        not loaded_modules(
+            "import grpoctl.settings.load, grpoctl.cli.commands, grpoctl.artifacts.artifact, grpoctl.inputs.policies"
+        )
+        & HEAVY
+    )
 
 
 def test_files_hold_one_idea() -> None:

@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Hidden())
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in hidden else find_spec(name, *rest)
 sys.argv[1:] = sys.argv[2:]
-from grpoctl.cli import main
+from grpoctl.cli.main import main
 main()
 """
 
@@ -134,7 +134,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = """
 import sys
 sys.argv = ["grpoctl", "--help"]
-from grpoctl.cli import main
+from grpoctl.cli.main import main
 try:
     main()
 except SystemExit as end:

@@ -27,7 +27,7 @@ def digests(run_dir: Path) -> dict[str, str]:
         for place in run_dir.glob("iter-*/*/_MANIFEST.json")
     }
     for place in run_dir.glob("policies/v*/grpoctl_policy.json"):
-        from grpoctl.policies import open_policy
+        from grpoctl.inputs.policies import open_policy
 
         found[str(place.parent.relative_to(run_dir))] = open_policy(str(place.parent)).weights_digest
     return found

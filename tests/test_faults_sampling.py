@@ -192,7 +192,7 @@ def test_truncated_completions_can_be_masked_or_failed(empty: Path) -> None:
 
 def test_generated_bytes_that_are_no_text_are_legal_and_the_ids_stay_true(empty: Path, engine: Engine) -> None:
     from grpoctl.engines.tokenizer import load_tokenizer
-    from grpoctl.policies import open_policy
+    from grpoctl.inputs.policies import open_policy
 
     tokenizer = load_tokenizer(open_policy("builtin:tiny").folder, "builtin:tiny")
     half = int(tokenizer.encode_text("é")[0])  # the first of two bytes

@@ -163,7 +163,7 @@ def refuse_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded before the output was checked")
 
-    monkeypatch.setattr("grpoctl.engines.hf_model.load_policy", load)
+    monkeypatch.setattr("grpoctl.engines.torch.model.load_policy", load)
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -8,10 +8,10 @@ import torch
 
 from grpoctl.engines.base import SampleRequest, SamplingSettings, Unit, chunks_by_tokens, padded_width
 from grpoctl.engines.forward import make_units, pack, unit_logprobs
-from grpoctl.engines.hf_model import Policy, load_policy
-from grpoctl.engines.hf_sampler import HfSampler
+from grpoctl.engines.hf.sampler import HfSampler
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
-from grpoctl.policies import BUILTIN
+from grpoctl.engines.torch.model import Policy, load_policy
+from grpoctl.inputs.policies import BUILTIN
 
 TINY = BUILTIN / "tiny"
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpoctl.artifacts import Artifact
-from grpoctl.config import LoraConfig
+from grpoctl.artifacts.artifact import Artifact
 from grpoctl.engines.base import OptimizerSettings
-from grpoctl.engines.hf_model import load_policy
-from grpoctl.engines.lora import Adapters, Base, attach, load_adapters, merged
-from grpoctl.engines.torch_trainer import TorchTrainer
+from grpoctl.engines.torch.lora import Adapters, Base, attach, load_adapters, merged
+from grpoctl.engines.torch.model import load_policy
+from grpoctl.engines.torch.trainer import TorchTrainer
 from grpoctl.errors import InputRefused, UsageError
-from grpoctl.jobs import PipelineConfig, UpdateJob
-from grpoctl.pipeline import Pipeline
-from grpoctl.policies import BUILTIN
-from grpoctl.settings import load_job
-from grpoctl.stages import update
-from grpoctl.stages.base import Context
+from grpoctl.inputs.policies import BUILTIN
+from grpoctl.pipeline.run import Pipeline
+from grpoctl.settings.fields import LoraConfig
+from grpoctl.settings.jobs import PipelineConfig, UpdateJob
+from grpoctl.settings.load import load_job
+from grpoctl.stages.stage import Context
+from grpoctl.stages.update.stage import stage as update
 
 ADAPTERS = Adapters(
     config=LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj")), base=Base(ref="x", weights_digest="")

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from addition import QUICKSTART
 
-from grpoctl import managed_servers
 from grpoctl.errors import InputRefused, TryAgain, UsageError
-from grpoctl.jobs import PipelineConfig
-from grpoctl.managed_servers import ManagedServers
-from grpoctl.runtime_config import RuntimeConfig, ServeConfig
-from grpoctl.settings import load_job
-from grpoctl.stages.base import Context
+from grpoctl.pipeline.run import servers as managed_servers
+from grpoctl.pipeline.servers import ManagedServers
+from grpoctl.settings.jobs import PipelineConfig
+from grpoctl.settings.load import load_job
+from grpoctl.settings.runtime import RuntimeConfig, ServeConfig
+from grpoctl.stages.stage import Context
 
 ANSWERING = """
 import http.server, os, sys
@@ -110,8 +110,8 @@ def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(t
     child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"  # as engines do
     starter = (
-        "from grpoctl.runtime_config import RuntimeConfig, ServeConfig; from grpoctl.stages.base import Context\n"
-        "from grpoctl.managed_servers import ManagedServers; import sys\n"
+        "from grpoctl.settings.runtime import RuntimeConfig, ServeConfig; from grpoctl.stages.stage import Context\n"
+        "from grpoctl.pipeline.servers import ManagedServers; import sys\n"
         f"serve = ServeConfig(command=(sys.executable, '-c', {server!r}))\n"
         "from pathlib import Path\n"
         f"ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True), Path({str(tmp_path)!r})).serving('builtin:tiny')"
@@ -131,7 +131,7 @@ def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(t
 
 def test_a_hanging_engine_ends_the_process_with_try_again() -> None:
     hang = (
-        "import logging, time; logging.basicConfig(); from grpoctl.engines.watchdog import watched\n"
+        "import logging, time; logging.basicConfig(); from grpoctl.processes.watchdog import watched\n"
         "with watched('vllm 0', lambda: 5, patience_seconds=0.3): time.sleep(60)"
     )
     result = subprocess.run([sys.executable, "-c", hang], capture_output=True, text=True, check=False)
@@ -141,7 +141,7 @@ def test_a_hanging_engine_ends_the_process_with_try_again() -> None:
 
 def test_an_engine_that_works_is_left_alone() -> None:
     work = (
-        "import itertools, time; from grpoctl.engines.watchdog import watched\n"
+        "import itertools, time; from grpoctl.processes.watchdog import watched\n"
         "with watched('vllm 0', itertools.count().__next__, patience_seconds=0.3): time.sleep(1)"
     )
     assert subprocess.run([sys.executable, "-c", work], check=False).returncode == 0
@@ -203,7 +203,7 @@ def test_the_last_words_of_a_hanging_engine_reach_json_and_the_result_file(tmp_p
         "import time; from grpoctl.engines import watchdog; from grpoctl.stages import rollout\n"
         "def hang(*_):\n    with watchdog.watched('vllm 0', lambda: 5, patience_seconds=0.3): time.sleep(60)\n"
         "rollout.sampler_for = hang\n"
-        "from grpoctl.cli import main; main()"
+        "from grpoctl.cli.main import main; main()"
     )
     words = ["rollout", "--limit", "1", "--out", str(tmp_path / "r"), "--json", "--result-file", str(record)]
     result = subprocess.run([sys.executable, "-c", hang, *words], capture_output=True, text=True, check=False)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpoctl.artifacts import read_manifest
+from grpoctl.artifacts.artifact import read_manifest
 from grpoctl.errors import Conflict, UsageError
-from grpoctl.pipeline import ARTIFACTS, Origin, Pipeline, reward_curve, status_lines
-from grpoctl.policies import open_policy
+from grpoctl.inputs.policies import open_policy
+from grpoctl.pipeline.run import ARTIFACTS, Origin, Pipeline, reward_curve, status_lines
 
 SMALL = ("rollout.prompts_per_iteration=4", "rollout.group_size=4", "update.mini_batch_size=8", "iterations=2")
 

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpoctl.builtin.fetch_smollm2 import write_prompts
-from grpoctl.config import RewardConfig
-from grpoctl.jobs import PipelineConfig
-from grpoctl.settings import load_job
+from grpoctl.settings.fields import RewardConfig
+from grpoctl.settings.jobs import PipelineConfig
+from grpoctl.settings.load import load_job
 
 REPOSITORY = Path(__file__).parent.parent
 PIPELINES = sorted((REPOSITORY / "pipelines").glob("*.yaml"))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpoctl.artifacts import read_manifest
-from grpoctl.policies import BUILTIN
+from grpoctl.artifacts.artifact import read_manifest
+from grpoctl.inputs.policies import BUILTIN
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 TWO = ["--set", "runtime.num_processes=2"]

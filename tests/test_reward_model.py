@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2ForSequenceClassification
 
 from grpoctl.algorithms.advantages import advantages
-from grpoctl.policies import BUILTIN
+from grpoctl.inputs.policies import BUILTIN
 
 TINY = BUILTIN / "tiny"
 HELD_OUT_TARGET = 0.95
@@ -226,8 +226,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_a_conversation_reads_the_same(layout: str, tmp_path: Path) -> None:
-    from grpoctl.config import RewardModelConfig
-    from grpoctl.preferences import load_preferences
+    from grpoctl.inputs.preferences import load_preferences
+    from grpoctl.settings.fields import RewardModelConfig
 
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(LAYOUTS[layout]) + "\n")
@@ -241,8 +241,8 @@ def test_every_layout_of_a_conversation_reads_the_same(layout: str, tmp_path: Pa
     {"chosen": "Q: 2+2? A: 4", "rejected": "Q: 2+2? A: 5"},
 ])  # fmt: skip
 def test_text_is_joined(row: dict[str, str], tmp_path: Path) -> None:
-    from grpoctl.config import RewardModelConfig
-    from grpoctl.preferences import load_preferences
+    from grpoctl.inputs.preferences import load_preferences
+    from grpoctl.settings.fields import RewardModelConfig
 
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(row) + "\n")
@@ -469,7 +469,7 @@ def test_equal_scores_are_a_gate_and_nan_is_never_a_reward(
 ) -> None:
     def with_head(value: float) -> None:
         save_file({"value_head.weight": torch.full((1, 96), value)}, str(copied / "value_head.safetensors"))
-        from grpoctl.policies import weights_digest
+        from grpoctl.inputs.policies import weights_digest
 
         edit_json(
             copied / "grpoctl_reward_model.json", lambda record: record.update(weights_digest=weights_digest(copied))

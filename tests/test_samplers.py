@@ -9,13 +9,13 @@ import torch
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
 from grpoctl.errors import GateFailed, TryAgain
-from grpoctl.jobs import LogprobJob, RolloutJob
-from grpoctl.policies import open_policy
-from grpoctl.runtime_config import RuntimeConfig
-from grpoctl.settings import load_job
+from grpoctl.inputs.policies import open_policy
+from grpoctl.settings.jobs import LogprobJob, RolloutJob
+from grpoctl.settings.load import load_job
+from grpoctl.settings.runtime import RuntimeConfig
 from grpoctl.stages import logprob, rollout
-from grpoctl.stages.base import Context
 from grpoctl.stages.samplers import drawn
+from grpoctl.stages.stage import Context
 
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, stop=(), stop_token_ids=())
 REQUESTS = [SampleRequest(prompt_ids=np.array([5], np.int32), seed=i, max_new_tokens=3) for i in range(3)]

@@ -11,9 +11,9 @@ from grpoctl.algorithms.advantages import METHODS
 from grpoctl.algorithms.aggregation import AGGREGATIONS
 from grpoctl.algorithms.kl import canonical_estimator
 from grpoctl.algorithms.policy_loss import LOSSES
-from grpoctl.config import AdvantageName, AggregationName, KlName, LossName
-from grpoctl.schema.publish import rendered
-from grpoctl.schema.tables import SCHEMA_VERSION_KEY, TABLES
+from grpoctl.artifacts.tables import SCHEMA_VERSION_KEY, TABLES
+from grpoctl.cli.publish_schemas import rendered
+from grpoctl.settings.fields import AdvantageName, AggregationName, KlName, LossName
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +66,7 @@ def test_shard_records_and_policy_record_obey_their_schemas(small_run: Path) -> 
 
 
 def test_every_pipeline_obeys_the_published_schema() -> None:
-    from grpoctl.settings import read_yaml
+    from grpoctl.settings.load import read_yaml
 
     schema = json.loads((ROOT / "schemas/pipeline.schema.json").read_text())
     for path in (ROOT / "pipelines").glob("*.yaml"):

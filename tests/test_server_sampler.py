@@ -16,15 +16,16 @@ import pytest
 from command_line import assert_refused, grpoctl
 from fake_sglang import EOS, VOCAB_SIZE, FakeSglang, logprob, serving
 
-from grpoctl.engines import server_link, server_shard
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
-from grpoctl.engines.server_canary import Canary
-from grpoctl.engines.server_link import Link, open_client
-from grpoctl.engines.server_load import load_policy_into
-from grpoctl.engines.server_protocol import ServerFacts
-from grpoctl.engines.server_sampler import ServerSampler, ServerSettings
-from grpoctl.engines.server_sglang import SglangServer
-from grpoctl.engines.server_vllm import VllmServer
+from grpoctl.engines.servers import link as server_link
+from grpoctl.engines.servers import scheduler as server_shard
+from grpoctl.engines.servers.link import Link, open_client
+from grpoctl.engines.servers.load import load_policy_into
+from grpoctl.engines.servers.protocol import ServerFacts
+from grpoctl.engines.servers.sampler import ServerSampler, ServerSettings
+from grpoctl.engines.servers.sglang import SglangServer
+from grpoctl.engines.servers.verify import Canary
+from grpoctl.engines.servers.vllm import VllmServer
 from grpoctl.engines.tokenizer import Tokenizer
 from grpoctl.errors import GateFailed, GrpoctlError, InputRefused, TryAgain
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpoctl.engines.hf_model import load_policy
-from grpoctl.engines.ranks import Ranks
-from grpoctl.engines.split_load import empty_policy, row_range
-from grpoctl.policies import BUILTIN
+from grpoctl.engines.torch.fsdp_load import empty_policy, row_range
+from grpoctl.engines.torch.model import load_policy
+from grpoctl.inputs.policies import BUILTIN
+from grpoctl.processes.ranks import Ranks
 
 TINY = BUILTIN / "tiny"
 

@@ -10,13 +10,13 @@ import fsspec
 import pyarrow as pa
 import pytest
 
-from grpoctl import artifacts, storage
-from grpoctl.artifacts import ArtifactWriter, Work, committed, open_artifact, read_manifest
+from grpoctl.artifacts.artifact import ArtifactWriter, Work, committed, open_artifact, read_manifest, storage
+from grpoctl.artifacts.artifact import artifact as artifacts
+from grpoctl.artifacts.canonical import canonical_json, table_digest
+from grpoctl.artifacts.manifest import RowAccounting
+from grpoctl.artifacts.storage import create_exclusively, list_names, locate, read_bytes, read_if_there, write_bytes
+from grpoctl.artifacts.tables import LOGPROBS
 from grpoctl.errors import Conflict, InputRefused, TryAgain, UsageError
-from grpoctl.schema.canonical import canonical_json, table_digest
-from grpoctl.schema.manifest import RowAccounting
-from grpoctl.schema.tables import LOGPROBS
-from grpoctl.storage import create_exclusively, list_names, locate, read_bytes, read_if_there, write_bytes
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpoctl.artifacts import Artifact, read_manifest
-from grpoctl.config import UpdateConfig
+from grpoctl.artifacts.artifact import Artifact, read_manifest
 from grpoctl.engines.base import OptimizerSettings
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
-from grpoctl.jobs import UpdateJob
-from grpoctl.settings import load_job
-from grpoctl.stages import update
-from grpoctl.stages.base import Context
-from grpoctl.stages.update_step import learning_rate
+from grpoctl.settings.fields import UpdateConfig
+from grpoctl.settings.jobs import UpdateJob
+from grpoctl.settings.load import load_job
+from grpoctl.stages.stage import Context
+from grpoctl.stages.update.stage import stage as update
+from grpoctl.stages.update.step import learning_rate
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -113,9 +113,9 @@ def test_a_rerun_is_bit_identical(inputs: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_optimizer_state_continues_exactly(tmp_path: Path) -> None:
-    from grpoctl.engines.hf_model import load_policy
-    from grpoctl.engines.torch_trainer import TorchTrainer
-    from grpoctl.policies import BUILTIN
+    from grpoctl.engines.torch.model import load_policy
+    from grpoctl.engines.torch.trainer import TorchTrainer
+    from grpoctl.inputs.policies import BUILTIN
 
     settings = OptimizerSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip=1.0)
 
@@ -231,8 +231,8 @@ def test_the_learning_rate_is_a_function_of_the_global_step(schedule: str, expec
 
 def test_unscored_rows_carry_no_gradient(small_run: Path, tmp_path: Path) -> None:
     """A completion with a null advantage must not move the denominator either."""
-    from grpoctl.artifacts import open_artifact
-    from grpoctl.stages.update_batches import load_training_rows
+    from grpoctl.artifacts.artifact import open_artifact
+    from grpoctl.stages.update.batches import load_training_rows
 
     folder = small_run / "iter-000000"
     artifacts = [open_artifact(str(folder / name), table=name) for name in ("rollouts", "scores", "logprobs")]

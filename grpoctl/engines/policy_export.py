@@ -12,8 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from grpoctl.engines.lora import merged, write_adapters
-from grpoctl.engines.ranks import Ranks
+from grpoctl.engines.torch.lora import merged, write_adapters
+from grpoctl.processes.ranks import Ranks
 
 
 def whole_tensors(module: Any, whole: Callable[[Any], Tensor], *, ranks: Ranks) -> dict[str, Tensor]:

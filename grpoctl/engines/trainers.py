@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grpoctl.config import UpdateConfig
+from grpoctl.artifacts.storage import locate, read_bytes
 from grpoctl.engines.base import OptimizerSettings, Trainer
-from grpoctl.engines.ranks import Ranks
-from grpoctl.engines.sharding import checkpoint_activations, shard
-from grpoctl.engines.torch_trainer import TorchTrainer
+from grpoctl.engines.torch.fsdp import checkpoint_activations, shard
+from grpoctl.engines.torch.trainer import TorchTrainer
 from grpoctl.errors import UsageError
-from grpoctl.runtime_config import RuntimeConfig
-from grpoctl.storage import locate, read_bytes
+from grpoctl.processes.ranks import Ranks
+from grpoctl.settings.fields import UpdateConfig
+from grpoctl.settings.runtime import RuntimeConfig
 
 
 def make_trainer(policy: Any, update: UpdateConfig, runtime: RuntimeConfig, *, ranks: Ranks) -> Trainer:
@@ -25,14 +25,14 @@ def make_trainer(policy: Any, update: UpdateConfig, runtime: RuntimeConfig, *, r
         grad_clip=update.grad_clip,
     )
     if update.engine == "megatron":
-        from grpoctl.engines.megatron_trainer import MegatronTrainer
+        from grpoctl.engines.megatron.trainer import MegatronTrainer
 
         return MegatronTrainer(policy, settings, ranks)
     if runtime.activation_checkpointing:
         checkpoint_activations(policy)
     if update.engine == "deepspeed":
-        from grpoctl.engines.deepspeed_config import engine_config
-        from grpoctl.engines.deepspeed_trainer import DeepSpeedTrainer
+        from grpoctl.engines.deepspeed.config import engine_config
+        from grpoctl.engines.deepspeed.trainer import DeepSpeedTrainer
 
         given = _read_json(runtime.deepspeed.config_file)
         config = engine_config(runtime.deepspeed, given, grad_clip=update.grad_clip, world_size=ranks.world_size)

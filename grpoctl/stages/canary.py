@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from grpoctl.engines.server_canary import Canary
+from grpoctl.engines.servers.verify import Canary
 from grpoctl.engines.tokenizer import load_tokenizer
-from grpoctl.policies import PROBE_RECORD, Policy
-from grpoctl.runtime_config import RuntimeConfig
-from grpoctl.stages.base import Context
+from grpoctl.inputs.policies import PROBE_RECORD, Policy
+from grpoctl.settings.runtime import RuntimeConfig
 from grpoctl.stages.probe import probe_logprobs
+from grpoctl.stages.stage import Context
 
 TEXTS: Final = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "

@@ -10,17 +10,20 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
-from grpoctl.config import defining
+from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, open_artifact
+from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
+from grpoctl.artifacts.tables import LOGPROBS
 from grpoctl.engines.base import FloatVector
-from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
-from grpoctl.jobs import LogprobJob
-from grpoctl.policies import Policy, open_policy
-from grpoctl.schema.manifest import RowAccounting, Sampling, Shard
-from grpoctl.schema.tables import LOGPROBS
-from grpoctl.stages.base import (
+from grpoctl.inputs.policies import Policy, open_policy
+from grpoctl.processes.local_ranks import data_ranks, needs_processes, run_in_processes
+from grpoctl.processes.memory import memory_errors
+from grpoctl.settings.fields import defining
+from grpoctl.settings.jobs import LogprobJob
+from grpoctl.stages.logprob_gap import gap_summary, gap_sums
+from grpoctl.stages.split_model import split_model
+from grpoctl.stages.stage import (
     Context,
     StageResult,
     already_done,
@@ -30,10 +33,7 @@ from grpoctl.stages.base import (
     planned,
     require_same_tokenizer,
 )
-from grpoctl.stages.gap import gap_summary, gap_sums
-from grpoctl.stages.processes import data_ranks, needs_processes, run_in_processes
-from grpoctl.stages.rows import TOKEN_COLUMNS, TokenRows, token_rows
-from grpoctl.stages.split_model import split_model
+from grpoctl.stages.token_rows import TOKEN_COLUMNS, TokenRows, token_rows
 
 log = logging.getLogger("grpoctl")
 GAP_LIMITS: Final = {True: (1e-4, 1e-3), False: (0.05, 0.15)}
@@ -176,8 +176,8 @@ def row_logprobs(
     """Return each row's log-probabilities under a policy, and entropies on request."""
     import torch
 
-    from grpoctl.engines.dealing import dealt_chunks
     from grpoctl.engines.forward import unit_logprobs
+    from grpoctl.engines.micro_batches import dealt_chunks
 
     ranks = data_ranks(job.logprob.engine, job.runtime, context.ranks)
     model = _model(policy, job, context)

@@ -13,20 +13,20 @@ import numpy as np
 import pyarrow as pa
 
 from grpoctl.algorithms.seeds import identity_order, identity_seed
-from grpoctl.artifacts import ArtifactWriter, Work
-from grpoctl.config import defining
+from grpoctl.artifacts.artifact import ArtifactWriter, Work
+from grpoctl.artifacts.canonical import canonical_json
+from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
+from grpoctl.artifacts.tables import ROLLOUTS
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
-from grpoctl.engines.memory import memory_errors
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError
-from grpoctl.jobs import RolloutJob
-from grpoctl.policies import Policy, open_policy
-from grpoctl.prompts import PromptSet, load_prompts
-from grpoctl.schema.canonical import canonical_json
-from grpoctl.schema.manifest import RowAccounting, Sampling, Shard
-from grpoctl.schema.tables import ROLLOUTS
-from grpoctl.stages.base import Context, StageResult, already_done, check_outside, environment, finished, planned
+from grpoctl.inputs.policies import Policy, open_policy
+from grpoctl.inputs.prompts import PromptSet, load_prompts
+from grpoctl.processes.memory import memory_errors
+from grpoctl.settings.fields import defining
+from grpoctl.settings.jobs import RolloutJob
 from grpoctl.stages.samplers import drawn, sampler_for
+from grpoctl.stages.stage import Context, StageResult, already_done, check_outside, environment, finished, planned
 
 log = logging.getLogger("grpoctl")
 TRUNCATED_WARN = 0.5

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from grpoctl.artifacts.canonical import sha256_json
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, VllmSettings
-from grpoctl.engines.gaps import MAX_GAPS, MEAN_GAPS, gap_between
+from grpoctl.engines.proof import MAX_GAPS, MEAN_GAPS, gap_between
 from grpoctl.engines.tokenizer import load_tokenizer, require
 from grpoctl.errors import InputRefused, TryAgain, UsageError
-from grpoctl.jobs import RolloutJob
-from grpoctl.policies import PROBE_RECORD, Policy, open_policy
-from grpoctl.schema.canonical import sha256_json
-from grpoctl.stages.base import Context, set_threads
+from grpoctl.inputs.policies import PROBE_RECORD, Policy, open_policy
+from grpoctl.settings.jobs import RolloutJob
+from grpoctl.stages.stage import Context, set_threads
 
 log = logging.getLogger("grpoctl")
 RE_ASKS: Final = 2
@@ -38,7 +38,7 @@ def sampler_for(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
         return _vllm(job, context, policy)
     if job.rollout.engine == "server":
         return _servers(job, context, policy)
-    from grpoctl.engines.hf_sampler import HfSampler
+    from grpoctl.engines.hf.sampler import HfSampler
 
     return HfSampler(
         context.model(policy, dtype=job.rollout.dtype, runtime=job.runtime),
@@ -49,7 +49,7 @@ def sampler_for(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
 
 def _servers(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
     require("httpx", "server")
-    from grpoctl.engines.server_sampler import ServerSampler, ServerSettings
+    from grpoctl.engines.servers.sampler import ServerSampler, ServerSettings
     from grpoctl.stages.canary import policy_canary
 
     if not job.servers:
@@ -68,7 +68,7 @@ def _servers(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
 
 
 def _vllm(job: RolloutJob, context: Context, policy: Policy) -> Sampler:
-    from grpoctl.engines.vllm_sampler import VllmSampler
+    from grpoctl.engines.vllm.sampler import VllmSampler
 
     set_threads(job.runtime)
     names = ("tensor_parallel_size", "memory_fraction", "cpu_cache_gib", "enforce_eager")
@@ -133,7 +133,7 @@ def _base_of_adapters(policy: Policy) -> _AdapterBase | None:
     Raises:
         InputRefused: their base isn't what it was when they were trained.
     """
-    from grpoctl.engines.lora import read_record
+    from grpoctl.engines.torch.lora import read_record
 
     if policy.adapter is None:
         return None

@@ -16,23 +16,23 @@ import numpy as np
 import pyarrow as pa
 
 from grpoctl.algorithms.advantages import advantages, token_advantages
-from grpoctl.artifacts import Artifact, ArtifactWriter, Work, open_artifact
-from grpoctl.config import RewardConfig, defining
+from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, open_artifact
+from grpoctl.artifacts.lineage import require_made_from, require_same_rows
+from grpoctl.artifacts.manifest import Parent
+from grpoctl.artifacts.tables import SCORES
 from grpoctl.errors import GateFailed, InputRefused, UsageError
-from grpoctl.jobs import ScoreJob
-from grpoctl.prompts import ROW_FIELD, column_names
-from grpoctl.rewards.inputs import RewardReference, check_columns
-from grpoctl.rewards.reference import resolve_reward
+from grpoctl.inputs.prompts import ROW_FIELD, column_names
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.columns_check import RewardReference, check_columns
+from grpoctl.rewards.resolve.reference import resolve_reward
 from grpoctl.rewards.sample import FAILED_STATUSES, RewardOutcome, RewardSample
-from grpoctl.rewards.worker import RewardPool
-from grpoctl.schema.manifest import Parent
-from grpoctl.schema.tables import SCORES
-from grpoctl.stages.base import Context, StageResult, already_done, check_outside, environment, finished, planned
-from grpoctl.stages.joins import require_made_from, require_same_rows
-from grpoctl.stages.reward_model_scores import NAME as REWARD_MODEL
-from grpoctl.stages.reward_model_scores import RewardModelScorer, reward_model_scorer
-from grpoctl.stages.rows import require_whole_groups
+from grpoctl.settings.fields import RewardConfig, defining
+from grpoctl.settings.jobs import ScoreJob
+from grpoctl.stages.reward_model.scores import NAME as REWARD_MODEL
+from grpoctl.stages.reward_model.scores import RewardModelScorer, reward_model_scorer
 from grpoctl.stages.score_report import accounting, summary
+from grpoctl.stages.stage import Context, StageResult, already_done, check_outside, environment, finished, planned
+from grpoctl.stages.token_rows import require_whole_groups
 
 log = logging.getLogger("grpoctl")
 BATCH_WIDE: Final = frozenset({"batch", "reinforce_plus_plus_baseline", "gpg"})

@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpoctl.artifacts import Artifact
+from grpoctl.artifacts.artifact import Artifact
+from grpoctl.artifacts.manifest import RowAccounting, Shard
 from grpoctl.errors import GateFailed, PluginFailed
-from grpoctl.jobs import ScoreJob
 from grpoctl.rewards.sample import FAILED_STATUSES
-from grpoctl.schema.manifest import RowAccounting, Shard
+from grpoctl.settings.jobs import ScoreJob
 
 log = logging.getLogger("grpoctl")
 
@@ -38,7 +38,7 @@ def accounting(shards: Sequence[Shard], job: ScoreJob) -> RowAccounting:
 def _first_error(shards: Sequence[Shard], job: ScoreJob) -> str:
     import pyarrow.parquet as pq
 
-    from grpoctl.storage import locate, read_bytes
+    from grpoctl.artifacts.storage import locate, read_bytes
 
     for shard in shards:
         table = pq.read_table(pa.BufferReader(read_bytes(locate(job.out).child(shard.part))), columns=["reward_error"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grpoctl.engines.memory import memory_errors
-from grpoctl.policies import Policy
-from grpoctl.runtime_config import RuntimeConfig
-from grpoctl.stages.base import Context, set_threads
+from grpoctl.inputs.policies import Policy
+from grpoctl.processes.memory import memory_errors
+from grpoctl.settings.runtime import RuntimeConfig
+from grpoctl.stages.stage import Context, set_threads
 
 Step = Callable[[Any], None]
 
@@ -38,10 +38,10 @@ def split_model(
         TryAgain: there is no memory for it.
         InputRefused: the model can't be loaded.
     """
-    from grpoctl.engines.hf_model import autocast_type, check_policy, load_policy
-    from grpoctl.engines.sharding import shard, split_again
-    from grpoctl.engines.split_load import empty_policy, fill, materialize
     from grpoctl.engines.tokenizer import load_tokenizer
+    from grpoctl.engines.torch.fsdp import shard, split_again
+    from grpoctl.engines.torch.fsdp_load import empty_policy, fill, materialize
+    from grpoctl.engines.torch.model import autocast_type, check_policy, load_policy
 
     ranks = context.ranks
     key = (policy.weights_digest, dtype, runtime.device)

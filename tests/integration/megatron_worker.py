@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from grpoctl.config import UpdateConfig
-from grpoctl.engines.megatron_model import load_megatron
-from grpoctl.engines.ranks import join
+from grpoctl.engines.megatron.model import load_megatron
 from grpoctl.engines.trainers import make_trainer
-from grpoctl.runtime_config import MegatronConfig, RuntimeConfig
+from grpoctl.processes.ranks import join
+from grpoctl.settings.fields import UpdateConfig
+from grpoctl.settings.runtime import MegatronConfig, RuntimeConfig
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

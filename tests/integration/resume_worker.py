@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.parity import PARTITION_ALL, training_rows
-from grpoctl.config import UpdateConfig
-from grpoctl.engines.hf_model import load_policy
-from grpoctl.engines.ranks import Ranks, join
+from grpoctl.engines.torch.model import load_policy
 from grpoctl.engines.trainers import make_trainer
-from grpoctl.policies import BUILTIN
-from grpoctl.runtime_config import DeepSpeedConfig, RuntimeConfig
-from grpoctl.stages.update_batches import TrainingRows
-from grpoctl.stages.update_step import Step, StepSettings
+from grpoctl.inputs.policies import BUILTIN
+from grpoctl.processes.ranks import Ranks, join
+from grpoctl.settings.fields import UpdateConfig
+from grpoctl.settings.runtime import DeepSpeedConfig, RuntimeConfig
+from grpoctl.stages.update.batches import TrainingRows
+from grpoctl.stages.update.step import Step, StepSettings
 
 ENGINES: dict[str, dict[str, Any]] = {
     "torch": {},

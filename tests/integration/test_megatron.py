@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpoctl.policies import BUILTIN
+from grpoctl.inputs.policies import BUILTIN
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from addition import QUICKSTART, addition_prompts
 from command_line import Outcome, assert_refused, done, ended, grpoctl, manifest, rows, start
 from engines import CONTEXT, Engine, sglang_command, sglang_server, vllm_command, vllm_server
 
-from grpoctl.artifacts import open_artifact
-from grpoctl.policies import BUILTIN
-from grpoctl.schema.tables import ROLLOUTS
+from grpoctl.artifacts.artifact import open_artifact
+from grpoctl.artifacts.tables import ROLLOUTS
+from grpoctl.inputs.policies import BUILTIN
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 TINY = BUILTIN / "tiny"
@@ -291,7 +291,7 @@ def test_sync_loads_a_policy_into_sglang_and_rollouts_come_from_it(
 
 def _record(update: Path) -> dict[str, Any]:
     """Return the record of the policy that an update began with, as version 0."""
-    from grpoctl.policies import open_policy
+    from grpoctl.inputs.policies import open_policy
 
     record = json.loads((update / "policy/grpoctl_policy.json").read_text())
     parent = open_policy("builtin:tiny")

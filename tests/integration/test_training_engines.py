@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import parity
-from grpoctl.artifacts import read_manifest
+from grpoctl.artifacts.artifact import read_manifest
 from grpoctl.engines.base import OptimizerSettings
-from grpoctl.engines.deepspeed_adam import deepspeed_adam
+from grpoctl.engines.deepspeed.adam import deepspeed_adam
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from addition import QUICKSTART, addition_prompts
 
-from grpoctl.artifacts import open_artifact
-from grpoctl.schema.tables import ROLLOUTS
+from grpoctl.artifacts.artifact import open_artifact
+from grpoctl.artifacts.tables import ROLLOUTS
 
 pytestmark = pytest.mark.integration
 ENVIRONMENT = {

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpoctl.engines.base import Unit, padded_width
-from grpoctl.engines.dealing import deal, dealt_chunks
-from grpoctl.engines.ranks import Ranks
+from grpoctl.engines.micro_batches import deal, dealt_chunks
+from grpoctl.processes.ranks import Ranks
 
 POLICY = SimpleNamespace(shares_prompts=True, max_shared_tokens=None)
 

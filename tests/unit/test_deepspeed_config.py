@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from grpoctl.engines.deepspeed_config import engine_config
+from grpoctl.engines.deepspeed.config import engine_config
 from grpoctl.errors import UsageError
-from grpoctl.runtime_config import DeepSpeedConfig
+from grpoctl.settings.runtime import DeepSpeedConfig
 
 
 def merged(given: dict[str, Any], **ours: Any) -> dict[str, Any]:

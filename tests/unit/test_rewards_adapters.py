@@ -8,8 +8,8 @@ import pytest
 from reward_fixtures.reward_samples import sample
 
 from grpoctl.errors import UsageError
-from grpoctl.rewards.reference import resolve_reward
-from grpoctl.rewards.worker import RewardPool
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.reference import resolve_reward
 
 USER = Path(__file__).parent / "reward_fixtures" / "user_rewards.py"
 MESSAGES = [{"role": "user", "content": "q"}]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from reward_fixtures.reward_samples import sample
 
 from grpoctl.errors import InputRefused, UsageError
-from grpoctl.rewards.builtin import builtin_function
-from grpoctl.rewards.gsm8k_reward import last_number, marked_number
-from grpoctl.rewards.reference import resolve_reward
-from grpoctl.rewards.worker import RewardPool
+from grpoctl.rewards.builtin.gsm8k import last_number, marked_number
+from grpoctl.rewards.builtin.registry import builtin_function
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.reference import resolve_reward
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 

@@ -11,10 +11,10 @@ import pytest
 from reward_fixtures.reward_samples import sample
 
 from grpoctl.errors import UsageError
-from grpoctl.rewards import sandbox
-from grpoctl.rewards.code_reward import last_program
-from grpoctl.rewards.reference import resolve_reward
-from grpoctl.rewards.worker import RewardPool
+from grpoctl.processes import sandbox
+from grpoctl.rewards.builtin.programs import last_program
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.reference import resolve_reward
 
 ADD = "def add(a, b):\n    return a + b"
 

@@ -13,8 +13,8 @@ import pytest
 from reward_fixtures.reward_samples import sample
 
 from grpoctl.errors import PluginFailed, UsageError
-from grpoctl.rewards.reference import check_columns, resolve_reward
-from grpoctl.rewards.worker import RewardPool
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.reference import check_columns, resolve_reward
 
 
 @contextmanager

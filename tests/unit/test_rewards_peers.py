@@ -15,9 +15,9 @@ import pytest
 from reward_fixtures.reward_samples import sample
 
 from grpoctl.errors import UsageError
-from grpoctl.rewards.locate import module_file
-from grpoctl.rewards.reference import check_columns, resolve_reward
-from grpoctl.rewards.worker import RewardPool
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.reference import check_columns, resolve_reward
+from grpoctl.rewards.resolve.source import module_file
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 INSTALL = (

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from reward_fixtures.reward_samples import sample
 
 from grpoctl.errors import InputRefused, UsageError
-from grpoctl.rewards.inputs import refuse_unscorable_inputs
-from grpoctl.rewards.locate import static_parameters
-from grpoctl.rewards.reference import check_columns, resolve_reward
-from grpoctl.rewards.signature import Parameter, detected_signature
+from grpoctl.rewards.resolve.columns_check import refuse_unscorable_inputs
+from grpoctl.rewards.resolve.reference import check_columns, resolve_reward
+from grpoctl.rewards.resolve.signature import Parameter, detected_signature
+from grpoctl.rewards.resolve.source import static_parameters
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 USER = FIXTURES / "user_rewards.py"
@@ -94,7 +94,7 @@ def test_a_factory_is_recognised_and_called_with_its_arguments():
 
 def test_the_digest_is_that_of_the_file():
     assert resolved("newcomer").source_digest == hashlib.sha256(USER.read_bytes()).hexdigest()
-    accuracy = Path(sys.modules["grpoctl.rewards.answer_reward"].__file__)
+    accuracy = Path(sys.modules["grpoctl.rewards.builtin.answer"].__file__)
     assert resolve_reward("accuracy").source_digest == hashlib.sha256(accuracy.read_bytes()).hexdigest()
 
 

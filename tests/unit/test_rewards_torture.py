@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from grpoctl.errors import PluginFailed
-from grpoctl.rewards.reference import resolve_reward
+from grpoctl.rewards.calling.pool import RewardPool
+from grpoctl.rewards.resolve.reference import resolve_reward
 from grpoctl.rewards.sample import RewardOutcome, RewardSample
-from grpoctl.rewards.worker import RewardPool
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 TORTURE = FIXTURES / "torture.py"

@@ -25,10 +25,10 @@ from transformers import (
 
 from grpoctl.algorithms.preference import bradley_terry_loss
 from grpoctl.engines.base import OptimizerSettings
-from grpoctl.engines.preference_trainer import PairIds, PreferenceTrainer
-from grpoctl.engines.value_head import RewardModel, load_reward_model, new_reward_model, save_reward_model
+from grpoctl.engines.value_head.model import RewardModel, load_reward_model, new_reward_model, save_reward_model
+from grpoctl.engines.value_head.trainer import PairIds, PreferenceTrainer
 from grpoctl.errors import InputRefused
-from grpoctl.policies import BUILTIN
+from grpoctl.inputs.policies import BUILTIN
 
 TINY = BUILTIN / "tiny"
 CONTEXT = 1024

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpoctl.engines.megatron_head import vocab_parallel_logprobs
+from grpoctl.engines.megatron.head import vocab_parallel_logprobs
 
 ROWS, PADDING, WIDTH, POSITIONS, TEMPERATURE = 27, 3, 8, 40, 0.7
 

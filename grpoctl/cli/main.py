@@ -1,0 +1,77 @@
+"""The command line. Imports typer and errors only, so `grpoctl --help` is instant; a command's module comes when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+import typer
+
+from grpoctl import __version__
+from grpoctl.processes import launcher as launched
+
+COMMANDS: Final[dict[str, str]] = {
+    "rollout": "Prompts in, G sampled completions each out, with the log-probability of every token.",
+    "score": "Rollouts in, rewards and group-relative advantages out.",
+    "logprob": "Rollouts in, log-probabilities recomputed by the training framework out.",
+    "update": "Rollouts, scores and logprobs in, the next policy and every step's numbers out.",
+    "sync": "Update in, verified and published policy out; or roll back.",
+    "run": "Pipeline file in, a whole run of these stages out; continues where the files end.",
+    "plan": "Pipeline file in, a line for each stage out: done or to run.",
+    "example-data": "Nothing in, a Parquet file of addition prompts out, to try the other commands on.",
+    "status": "Run directory in, what it holds out.",
+    "reward": "Try a reward function on rows of a file (grpoctl reward test).",
+    "reward-model": "Train a reward model on pairs of answers (grpoctl reward-model train).",
+}
+"""Every command and its help. Its options are rendered from the settings when it is the one being run."""
+
+
+def build(selected: str | None) -> typer.Typer:
+    """Return the application with the selected command in full and the others as names with help."""
+    app = typer.Typer(
+        name="grpoctl",
+        help="GRPO training as stage-separated batch jobs over files.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for name, text in COMMANDS.items():
+        if name == selected:
+            importlib.import_module("grpoctl.cli.commands").add(app, name, text)
+        else:
+            app.command(name, help=text)(_stub(name))
+    return app
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+) -> None:
+    if version:
+        print(f"grpoctl {__version__}")
+        raise typer.Exit
+
+
+def _stub(name: str) -> Callable[[], None]:
+    def command() -> None:
+        raise AssertionError(f"{name} was not selected")
+
+    return command
+
+
+def main() -> NoReturn:
+    """Run the command that the arguments name."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads on a busy machine cost ten times the work
+    selected = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    try:
+        build(selected)()
+        code: object = 0
+    except SystemExit as ending:
+        code = ending.code
+    if launched.is_launched() and isinstance(code, int):
+        launched.end(code)
+    sys.exit(code)  # pyright: ignore[reportArgumentType]  what SystemExit carried

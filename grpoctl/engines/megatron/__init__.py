@@ -1,0 +1,1 @@
+"""Megatron-LM's layers, tensor and data parallel."""

@@ -1,0 +1,114 @@
+"""A policy loaded in shares: each process builds the model without weights, splits it and reads its rows of every tensor.
+
+No process ever holds the whole model, in host memory or elsewhere. Folders whose tensors aren't the model's parameters
+one to one (another layout, missing or spare tensors) are left to `load_policy`, which converts or refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grpoctl.engines.tokenizer import require
+from grpoctl.engines.torch.model import Policy, pick_device
+from grpoctl.inputs.policies import weight_files
+from grpoctl.processes.ranks import Ranks
+
+FLOATS: Final = ("F32", "BF16", "F16")
+
+
+def empty_policy(folder: Path, *, vocab_size: int, device: str) -> Policy | None:
+    """Return the folder's model with parameters on no device, or None where its files don't fit them one to one.
+
+    Args:
+        folder: local Hugging Face folder
+        vocab_size: of its config
+        device: where it will run
+    """
+    require("transformers", "torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _parameters_nowhere():
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        found = _shapes(folder)
+    except (OSError, ValueError, RuntimeError):
+        return None  # what is wrong with it is for `load_policy` to tell
+    needed = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    kept = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if found != needed or kept:
+        return None
+    return Policy(module=module, vocab_size=vocab_size, device=pick_device(device))
+
+
+@contextmanager
+def _parameters_nowhere() -> Iterator[None]:
+    """Put every parameter that a module registers on the meta device; buffers are computed where they are."""
+    register = torch.nn.Module.register_parameter
+
+    def registered(module: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = registered  # pyright: ignore[reportAttributeAccessIssue]  names of arguments
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of the folder; one that isn't of floating point has none."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(folder):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                part = file.get_slice(name)
+                shapes[name] = tuple(part.get_shape()) if part.get_dtype() in FLOATS else ()
+    return shapes
+
+
+def materialize(policy: Policy) -> None:
+    """Give every parameter of a split model memory for this rank's share; buffers keep their values, ties hold."""
+    buffers = dict(policy.runner.named_buffers(remove_duplicate=False))
+    policy.runner.to_empty(device=policy.device)
+    for name, buffer in policy.runner.named_buffers(remove_duplicate=False):
+        buffer.copy_(buffers[name])
+
+
+@torch.no_grad()
+def fill(policy: Policy, folder: Path, ranks: Ranks) -> None:
+    """Read this rank's rows of every tensor of the folder; adapters are left as they are."""
+    parameters = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in policy.module.named_parameters()
+        if ".lora_" not in name
+    }
+    for path in weight_files(folder):
+        with safe_open(str(path), framework="pt") as file:
+            names = list(file.keys())
+        for name in names:
+            start, stop = row_range(parameters[name].shape[0], ranks)
+            with safe_open(
+                str(path), framework="pt"
+            ) as file:  # anew, so that no page of an earlier tensor stays mapped
+                _share(parameters[name]).copy_(file.get_slice(name)[start:stop])
+
+
+def _share(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def row_range(num_rows: int, ranks: Ranks) -> tuple[int, int]:
+    """Return which rows of a tensor are this rank's: blocks of one size, the last ones smaller or empty."""
+    size = -(-num_rows // ranks.world_size)
+    return min(num_rows, size * ranks.rank), min(num_rows, size * (ranks.rank + 1))

@@ -1,0 +1,1 @@
+"""Value-head reward models: scoring and fitting."""

@@ -1,0 +1,383 @@
+"""The cycle of stages: iteration after iteration over files, resuming at the first thing that isn't there.
+
+Runs exactly the functions behind the commands. All state is in the run's artifacts; a killed run is continued by running
+it again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from grpoctl.artifacts.artifact import Artifact, differences, read_manifest
+from grpoctl.artifacts.canonical import canonical_json
+from grpoctl.artifacts.storage import create_exclusively, locate, read_bytes, read_if_there, remove, write_bytes
+from grpoctl.errors import Conflict, InputRefused, UsageError
+from grpoctl.inputs.policies import POLICY_RECORD, open_policy
+from grpoctl.pipeline.servers import ManagedServers
+from grpoctl.settings.fields import Section
+from grpoctl.settings.jobs import LogprobJob, PipelineConfig, RolloutJob, ScoreJob, SyncJob, UpdateJob
+from grpoctl.settings.runtime import ServeConfig
+from grpoctl.stages import logprob, rollout, score
+from grpoctl.stages.stage import Context, StageResult
+from grpoctl.stages.sync import stage as sync
+from grpoctl.stages.sync.stage import version_name
+from grpoctl.stages.update import stage as update
+from grpoctl.stages.update.write import STATE
+
+log = logging.getLogger("grpoctl")
+LOCK: Final = "lock.json"
+ORIGIN: Final = "origin.json"
+METRICS: Final = "metrics.jsonl"
+NOT_LOCKED: Final = {"runtime", "run_dir", "iterations", "name", "servers"}
+STAGES: Final[dict[str, Callable[[Any, Context], StageResult]]] = {
+    "rollout": rollout.run,
+    "logprob": logprob.run,
+    "score": score.run,
+    "update": update.run,
+    "sync": sync.run,
+}
+ARTIFACTS: Final = {"rollout": "rollouts", "logprob": "logprobs", "score": "scores", "update": "update"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Another run's iteration that this run starts from: its artifacts before `stage` are read where they lie."""
+
+    run_dir: str
+    iteration: int
+    stage: str
+
+    @staticmethod
+    def parse(text: str) -> Origin:
+        """Read `RUN_DIR/iter-000003/score`.
+
+        Raises:
+            UsageError: anything else.
+        """
+        head, _, stage = text.rstrip("/").rpartition("/")
+        run_dir, _, name = head.rpartition("/")
+        number = name.removeprefix("iter-")
+        if stage not in ARTIFACTS or not run_dir or not number.isdigit():
+            raise UsageError(
+                f"--from {text}: expected RUN_DIR/iter-000003/STAGE with STAGE one of {', '.join(ARTIFACTS)}"
+            )
+        return Origin(run_dir=run_dir, iteration=int(number), stage=stage)
+
+    def covers(self, iteration: int, stage: str) -> bool:
+        """Return whether a stage's artifact is taken from the other run."""
+        order = list(ARTIFACTS)
+        return iteration == self.iteration and order.index(stage) < order.index(self.stage)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pipeline:
+    """One run of a pipeline file."""
+
+    config: PipelineConfig
+    context: Context
+    origin: Origin | None = None
+    accept_changes: bool = False
+    tell: Callable[[str], None] = log.info
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    first_version: int = 0
+    wall_seconds: float = 0.0
+    engine_seconds: float = 0.0
+    workers: dict[str, Any] = field(default_factory=dict)
+    servers: ManagedServers | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Run every iteration that isn't finished; return the run's summary."""
+        self.origin = self._settled_origin()
+        self.first_version = open_policy(self.config.policy).version
+        start = self.origin.iteration if self.origin else 0
+        for iteration in range(start, self.config.iterations):
+            started = time.monotonic()
+            config = self._locked(iteration)
+            worked = self._iteration(config, iteration)
+            self.metrics.append(self._metrics_row(iteration))
+            if worked:
+                self.wall_seconds += time.monotonic() - started
+                self.engine_seconds += sum(self.metrics[-1]["seconds"].values())
+            self._write_metrics()
+            self._prune(iteration)
+            self.tell(summary_line(self.metrics[-1]) + ("" if worked else "  (already done)"))
+        return {
+            "run_dir": self.config.run_dir,
+            "iterations": len(self.metrics),
+            "wall_seconds": self.wall_seconds,
+            "engine_seconds": self.engine_seconds,
+            "metrics": self.metrics,
+        }
+
+    def plan(self) -> Iterator[str]:
+        """Yield a line for each stage of each iteration: done, or to be run."""
+        start = self.origin.iteration if self.origin else 0
+        for iteration in range(start, self.config.iterations):
+            for stage in self._stages(self.config):
+                done = self._is_there(iteration, stage)
+                yield f"iter-{iteration:06d} {stage:8s} {'done' if done else 'to run'}  {self._url(iteration, stage)}"
+
+    def _is_there(self, iteration: int, stage: str) -> bool:
+        if stage == "sync":
+            place = locate(self._published(iteration + 1)).child(POLICY_RECORD)
+            return read_if_there(place) is not None
+        return read_manifest(self._url(iteration, stage)) is not None
+
+    def _settled_origin(self) -> Origin | None:
+        """Remember where a run branched off, so that continuing it needs no --from."""
+        place = locate(self.config.run_dir).child(ORIGIN)
+        data = read_if_there(place)
+        if data is not None:
+            stored = Origin(**json.loads(data))
+            if self.origin is not None and self.origin != stored:
+                raise Conflict(f"{place.url}: this run branched off {stored.run_dir}, not {self.origin.run_dir}")
+            return stored
+        if self.origin is not None:
+            if self.origin.iteration >= self.config.iterations:
+                raise UsageError(
+                    f"--from {self.origin.run_dir}/iter-{self.origin.iteration:06d}: iterations is "
+                    f"{self.config.iterations}, so the last one is {self.config.iterations - 1}; raise --iterations"
+                )
+            if read_if_there(locate(self.origin.run_dir).child(f"iter-{self.origin.iteration:06d}/{LOCK}")) is None:
+                raise InputRefused(
+                    f"--from {self.origin.run_dir}/iter-{self.origin.iteration:06d}: no such iteration; see "
+                    f"`grpoctl status {self.origin.run_dir}`"
+                )
+            facts = {"run_dir": self.origin.run_dir, "iteration": self.origin.iteration, "stage": self.origin.stage}
+            create_exclusively(place, json.dumps(facts).encode())
+        return self.origin
+
+    def _locked(self, iteration: int) -> PipelineConfig:
+        """Return the iteration's config: the one it began with, which an edited file can't change behind its back."""
+        ours = self.config.model_dump(mode="json", exclude=NOT_LOCKED)
+        place = locate(self.config.run_dir).child(f"iter-{iteration:06d}/{LOCK}")
+        if create_exclusively(place, canonical_json(ours).encode()):
+            return self.config
+        theirs = self._known(json.loads(read_bytes(place)), place.url)
+        changed = list(differences(theirs, ours))
+        if not changed:
+            return self.config
+        shown = "; ".join(f"{key}: {before} → {after}" for key, before, after in changed[:6])
+        if not self.accept_changes:
+            raise Conflict(
+                f"{place.url}: iteration {iteration} began with other settings ({shown}); use another --run-dir, or "
+                "--accept-changes to finish begun iterations as they began and change the later ones"
+            )
+        log.warning("iteration %d keeps the settings it began with (%s)", iteration, shown)
+        outside = self.config.model_dump(mode="json", include=NOT_LOCKED)
+        return PipelineConfig.model_validate({**theirs, **outside})
+
+    def _known(self, stored: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return settings as they were stored, those that didn't exist yet at their defaults."""
+        outside = self.config.model_dump(mode="json", include=NOT_LOCKED)
+        try:
+            full = PipelineConfig.model_validate({**stored, **outside})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputRefused(
+                f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}; written by another version of grpoctl: "
+                "continue the run with that one, or use another --run-dir"
+            ) from error
+        return full.model_dump(mode="json", exclude=NOT_LOCKED)
+
+    def _stages(self, config: PipelineConfig) -> list[str]:
+        needs_logprobs = config.update.old == "old_logprobs" or config.reference is not None
+        return [stage for stage in STAGES if stage != "logprob" or needs_logprobs]
+
+    def _iteration(self, config: PipelineConfig, iteration: int) -> bool:
+        worked = False
+        for stage in self._stages(config):
+            if self.origin and stage in ARTIFACTS and self.origin.covers(iteration, stage):
+                continue
+            self.context.stop.check()
+            started = time.monotonic()
+            result = self._run_stage(stage, self._served(config, iteration, stage), config)
+            worked = worked or result.state == "done"
+            log.debug("iter-%06d %s: %s in %.2f s", iteration, stage, result.state, time.monotonic() - started)
+        return worked
+
+    def _run_stage(self, stage: str, job: Section, config: PipelineConfig) -> StageResult:
+        """Run a stage in this process, or in the interpreter that runtime.python names for it."""
+        python = config.runtime.python.get(stage)
+        if python is None:
+            return STAGES[stage](job, self.context)
+        from grpoctl.processes.interpreter import StageWorker
+
+        if python not in self.workers:
+            self.workers[python] = StageWorker(python)
+        return self.workers[python].run(stage, job, self.context)
+
+    def _served(self, config: PipelineConfig, iteration: int, stage: str) -> Section:
+        """Return a stage's job; one that samples from servers of our own gets their addresses."""
+        job = self._job(config, iteration, stage)
+        if not isinstance(job, RolloutJob) or config.rollout.engine != "server" or self._is_there(iteration, stage):
+            return job
+        if self.servers is None:
+            place = locate(self.config.run_dir)
+            logs = Path(place.path) if place.is_local else Path(tempfile.mkdtemp(prefix="grpoctl-"))
+            self.servers = ManagedServers(config.runtime, self.context, logs / "servers")
+        return job.model_copy(update={"servers": (*job.servers, *self.servers.serving(job.policy))})
+
+    def close(self) -> None:
+        """End the interpreters that stages were run in, and the servers."""
+        if self.servers is not None:
+            self.servers.close()
+        for worker in self.workers.values():
+            worker.close()
+
+    def _job(self, config: PipelineConfig, iteration: int, stage: str) -> Section:
+        """Return the job of one stage: the same record that its command would fill from flags."""
+        url = {name: self._url(iteration, name) for name in ARTIFACTS}
+        policy = self._policy(config, iteration)
+        logprobs = url["logprob"] if "logprob" in self._stages(config) else None
+        runtime = config.runtime.model_copy(
+            update={"serve": ServeConfig()}
+        )  # no business of a stage, nor of its manifest
+        if stage == "rollout":
+            return RolloutJob(
+                prompts=config.prompts, policy=policy, seed=config.seed, iteration=iteration,
+                out=url["rollout"], servers=config.servers, rollout=config.rollout, runtime=runtime,
+            )  # fmt: skip
+        if stage == "logprob":
+            return LogprobJob(
+                rollouts=url["rollout"], policy=policy if config.update.old == "old_logprobs" else None,
+                reference=config.policy if config.reference == "initial" else config.reference,
+                out=url["logprob"], logprob=config.logprob, runtime=runtime,
+            )  # fmt: skip
+        if stage == "score":
+            return ScoreJob(
+                rollouts=url["rollout"], logprobs=logprobs if config.score.kl_coef > 0 else None,
+                out=url["score"], score=config.score, runtime=runtime,
+            )  # fmt: skip
+        if stage == "update":
+            return UpdateJob(
+                rollouts=url["rollout"], scores=url["score"], logprobs=logprobs, policy=policy,
+                resume_from=self._previous_update(iteration), seed=config.seed,
+                out=url["update"], update=config.update, runtime=runtime,
+            )  # fmt: skip
+        return SyncJob(
+            update=url["update"], to=f"{config.run_dir}/policies", servers=config.servers,
+            sync=config.sync, runtime=runtime,
+        )  # fmt: skip
+
+    def _url(self, iteration: int, stage: str) -> str:
+        if stage == "sync":
+            return self._published(iteration + 1)
+        run_dir = self.config.run_dir
+        if self.origin and self.origin.covers(iteration, stage):
+            run_dir = self.origin.run_dir
+        return f"{run_dir}/iter-{iteration:06d}/{ARTIFACTS[stage]}"
+
+    def _published(self, iteration: int) -> str:
+        run_dir = self.config.run_dir
+        if self.origin and iteration <= self.origin.iteration:
+            run_dir = self.origin.run_dir
+        return f"{run_dir}/policies/{version_name(self.first_version + iteration)}"
+
+    def _policy(self, config: PipelineConfig, iteration: int) -> str:
+        return config.policy if iteration == 0 else self._published(iteration)
+
+    def _previous_update(self, iteration: int) -> str | None:
+        if iteration == 0:
+            return None
+        branched = self.origin is not None and iteration == self.origin.iteration
+        run_dir = self.origin.run_dir if branched and self.origin else self.config.run_dir
+        return f"{run_dir}/iter-{iteration - 1:06d}/update"
+
+    def _manifests(self, iteration: int) -> dict[str, Artifact]:
+        found = {stage: read_manifest(self._url(iteration, stage)) for stage in ARTIFACTS}
+        return {stage: artifact for stage, artifact in found.items() if artifact is not None}
+
+    def _metrics_row(self, iteration: int) -> dict[str, Any]:
+        return metrics_row(iteration, self._manifests(iteration))
+
+    def _write_metrics(self) -> None:
+        lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
+        write_bytes(locate(self.config.run_dir).child(METRICS), lines.encode())
+
+    def _prune(self, iteration: int) -> None:
+        """Drop the optimizer state of iterations that nothing will continue from."""
+        keep = self.config.runtime.keep_states
+        old = iteration - (keep or 0)
+        if keep is not None and old >= (self.origin.iteration if self.origin else 0):
+            remove(locate(self.config.run_dir).child(f"iter-{old:06d}/update/{STATE}"))
+
+
+def metrics_row(iteration: int, artifacts: dict[str, Artifact]) -> dict[str, Any]:
+    """Return one iteration's numbers from its manifests."""
+    stats = {stage: artifact.manifest.stats for stage, artifact in artifacts.items()}
+    timings = {stage: sum(artifact.manifest.timings.values()) for stage, artifact in artifacts.items()}
+    tokens = artifacts["rollout"].manifest.tokens["completion"] if "rollout" in artifacts else 0
+    names = {
+        "rollout": ("mean_completion_tokens", "truncated_ratio"),
+        "score": ("reward_mean", "reward_std", "signal_groups_ratio", "rewards"),
+        "logprob": ("rollout_gap_mean", "rollout_gap_max"),
+        "update": (
+            "loss", "kl", "entropy", "clip_fraction", "ratio_max", "first_ratio_max_gap", "grad_norm", "lr",
+            "num_steps", "num_skipped_steps", "global_step",
+        ),
+    }  # fmt: skip
+    row: dict[str, Any] = {"iteration": iteration}
+    for stage, keys in names.items():
+        row |= {key: stats[stage].get(key) for key in keys if stage in stats}
+    seconds = sum(timings.values())
+    row["completion_tokens"] = tokens
+    row["tokens_per_second"] = tokens / seconds if seconds else None
+    row["seconds"] = {stage: round(value, 3) for stage, value in timings.items()}
+    return row
+
+
+def summary_line(row: dict[str, Any]) -> str:
+    """Return one iteration's numbers as the line that a person reads."""
+
+    def shown(name: str, pattern: str) -> str:
+        value = row.get(name)
+        return "–" if value is None else format(value, pattern)
+
+    stages = " ".join(f"{stage} {seconds:.2f}" for stage, seconds in row["seconds"].items())
+    return (
+        f"iter {row['iteration']:3d}  reward {shown('reward_mean', '.3f')}  len {shown('mean_completion_tokens', '.1f')}  "
+        f"kl {shown('kl', '.4f')}  clip {shown('clip_fraction', '.3f')}  grad {shown('grad_norm', '.3f')}  "
+        f"{shown('tokens_per_second', ',.0f')} tok/s  [{stages} s]"
+    )
+
+
+def reward_curve(metrics: list[dict[str, Any]]) -> str:
+    """Return the mean reward by iteration as plain text, one bar a line."""
+    values = [(row["iteration"], row["reward_mean"]) for row in metrics if row.get("reward_mean") is not None]
+    if not values:
+        return "no rewards"
+    low, high = min(0.0, *(v for _, v in values)), max(v for _, v in values)
+    span = (high - low) or 1.0
+    lines = [f"  {number:4d}  {value:7.3f}  {'█' * round(50 * (value - low) / span)}" for number, value in values]
+    return "\n".join(["mean reward by iteration", *lines])
+
+
+def status_lines(run_dir: str) -> Iterator[str]:
+    """Yield what a run directory holds, an iteration a line.
+
+    Raises:
+        InputRefused: it isn't a run directory.
+    """
+    from grpoctl.artifacts.storage import list_names
+
+    names = [name for name in list_names(locate(run_dir)) if name.startswith("iter-")]
+    if not names:
+        raise InputRefused(f"{run_dir}: no iter-… folders; expected the run_dir of a pipeline")
+    for name in names:
+        found = {stage: read_manifest(f"{run_dir}/{name}/{folder}") for stage, folder in ARTIFACTS.items()}
+        artifacts = {stage: artifact for stage, artifact in found.items() if artifact is not None}
+        states = " ".join(f"{stage}:{'done' if stage in artifacts else '–'}" for stage in ARTIFACTS)
+        reward = artifacts["score"].manifest.stats["reward_mean"] if "score" in artifacts else None
+        yield f"{name}  {states}  reward {'–' if reward is None else format(reward, '.3f')}"
+    pointer = read_if_there(locate(run_dir).child("policies/CURRENT"))
+    yield f"published: {json.loads(pointer)['name'] if pointer else 'none yet'}"

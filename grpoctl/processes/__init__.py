@@ -1,0 +1,1 @@
+"""Processes: who this one is, how others are started, followed and ended, and what goes over a pipe."""

@@ -1,0 +1,1 @@
+"""Calling rewards: in children that can be killed, one typed outcome a completion."""

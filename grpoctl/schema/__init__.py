@@ -1,1 +1,0 @@
-"""What the files look like: tables, manifests and their published schemas."""

@@ -1,0 +1,1 @@
+"""Every setting, declared once, and how flags, environment and files become one checked job."""

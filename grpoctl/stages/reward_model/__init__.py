@@ -1,0 +1,1 @@
+"""Training a value-head reward model, and scoring with one."""

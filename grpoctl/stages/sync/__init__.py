@@ -1,0 +1,1 @@
+"""Publishing a policy: to a folder of versions, or to the hub."""

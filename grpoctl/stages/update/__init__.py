@@ -1,0 +1,1 @@
+"""The optimizer steps over one batch."""
