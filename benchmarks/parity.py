@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpoctl.engines.forward import unit_logprobs
-from grpoctl.engines.micro_batches import dealt_chunks
+from grpoctl.engines.micro_batches import deal_micro_batches
 from grpoctl.engines.torch.model import load_policy
 from grpoctl.engines.trainers import make_trainer
 from grpoctl.inputs.policies import BUILTIN
@@ -151,7 +151,7 @@ def training_rows(folder: Path = TINY) -> TrainingRows:
             groups.append(f"g{group}")
     policy = load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32")
     own: dict[int, np.ndarray] = {}
-    for chunk in dealt_chunks(prompts, completions, policy=policy, budget=4096, ranks=ALONE):
+    for chunk in deal_micro_batches(prompts, completions, policy=policy, budget=4096, ranks=ALONE):
         with torch.no_grad():
             values = unit_logprobs(policy, chunk.units, temperature=1.0)[0].numpy()
         place = 0

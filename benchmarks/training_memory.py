@@ -100,8 +100,8 @@ def work(folder: Path, model: Path, number: int) -> None:
     for _ in range(2):
         Step(trainer=trainer, data=data, rows=list(range(8)), settings=settings, ranks=ranks).run()
         trainer.step(1e-6)
-    found = {"loading": max(ranks.gather(ready)), "training": max(ranks.gather(_now()))}
-    found |= {"peak": max(ranks.gather(_peak())), "seconds": (time.monotonic() - started) / 2}
+    found = {"loading": max(ranks.all_gather(ready)), "training": max(ranks.all_gather(_now()))}
+    found |= {"peak": max(ranks.all_gather(_peak())), "seconds": (time.monotonic() - started) / 2}
     if ranks.is_first:
         (folder / f"{number}.json").write_text(json.dumps(found))
 

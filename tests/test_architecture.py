@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "grpoctl"
 FLOORS = {
-    "grpoctl": 0, "errors": 0, "extras": 0,
+    "grpoctl": 0, "errors": 0, "extras": 1,
     "processes": 1, "algorithms": 1,
     "settings": 2,
     "artifacts": 3,

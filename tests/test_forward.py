@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from grpoctl.engines.base import SampleRequest, SamplingSettings, Unit, chunks_by_tokens, padded_width
+from grpoctl.engines.base import SampleRequest, SamplingSettings, Unit, micro_batches_by_tokens, padded_width
 from grpoctl.engines.forward import make_units, pack, unit_logprobs
 from grpoctl.engines.hf.sampler import HfSampler
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
-from grpoctl.engines.torch.model import Policy, load_policy
+from grpoctl.engines.torch.model import TorchPolicy, load_policy
 from grpoctl.inputs.policies import BUILTIN
 
 TINY = BUILTIN / "tiny"
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def policy(tokenizer: Tokenizer) -> Policy:
+def policy(tokenizer: Tokenizer) -> TorchPolicy:
     return load_policy(TINY, ref="builtin:tiny", vocab_size=tokenizer.vocab_size, device="cpu", dtype="float32")
 
 
@@ -42,12 +42,12 @@ def settings(temperature: float = 1.0, **changes: object) -> SamplingSettings:
 
 
 def logprobs_by_row(
-    policy: Policy, wanted: list[SampleRequest], completions: list, **options: object
+    policy: TorchPolicy, wanted: list[SampleRequest], completions: list, **options: object
 ) -> list[np.ndarray]:
     budget = int(options.get("budget", 1 << 20))
     units = make_units([r.prompt_ids for r in wanted], completions, policy=policy, budget=budget)
     rows: dict[int, np.ndarray] = {}
-    for chunk in chunks_by_tokens(units, budget):
+    for chunk in micro_batches_by_tokens(units, budget):
         with torch.no_grad():
             flat, _ = unit_logprobs(policy, chunk, temperature=float(options.get("temperature", 1.0)))
         place = 0
@@ -59,7 +59,7 @@ def logprobs_by_row(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_and_recomputed_logprobs_agree(policy: Policy, tokenizer: Tokenizer, temperature: float) -> None:
+def test_sampled_and_recomputed_logprobs_agree(policy: TorchPolicy, tokenizer: Tokenizer, temperature: float) -> None:
     wanted = requests(tokenizer)
     drawn = HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings(temperature))
     recomputed = logprobs_by_row(policy, wanted, [s.completion_ids for s in drawn], temperature=temperature)
@@ -69,7 +69,7 @@ def test_sampled_and_recomputed_logprobs_agree(policy: Policy, tokenizer: Tokeni
     assert max(np.abs(s.logprobs - row).max() for s, row in zip(drawn, other, strict=True)) > 0.01
 
 
-def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     wanted = requests(tokenizer)
     whole = HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings())
     pieces = HfSampler(policy, tokenizer, batch_size=5).sample(wanted[::-1], settings())[::-1]
@@ -78,7 +78,7 @@ def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(policy: Policy, to
         assert np.abs(one.logprobs - other.logprobs).max() < 1e-4
 
 
-def test_samples_of_a_group_differ_and_seeds_repeat(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_samples_of_a_group_differ_and_seeds_repeat(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     wanted = requests(tokenizer, num_prompts=1, group_size=16)
     sampler = HfSampler(policy, tokenizer, batch_size=64)
     first = [tuple(s.completion_ids) for s in sampler.sample(wanted, settings())]
@@ -86,7 +86,7 @@ def test_samples_of_a_group_differ_and_seeds_repeat(policy: Policy, tokenizer: T
     assert first == [tuple(s.completion_ids) for s in sampler.sample(wanted, settings())]
 
 
-def test_sampling_follows_the_distribution(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_sampling_follows_the_distribution(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     ids = requests(tokenizer, num_prompts=1, group_size=1)[0].prompt_ids
     wanted = [SampleRequest(prompt_ids=ids, seed=seed, max_new_tokens=1) for seed in range(4000)]
     drawn = HfSampler(policy, tokenizer, batch_size=4000).sample(wanted, settings())
@@ -99,13 +99,13 @@ def test_sampling_follows_the_distribution(policy: Policy, tokenizer: Tokenizer)
         assert abs(count / 4000 - share) < 5 * deviation + 1e-3
 
 
-def test_truncated_sampling_reports_the_distribution_drawn_from(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_truncated_sampling_reports_the_distribution_drawn_from(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     wanted = requests(tokenizer, num_prompts=2)
     greedy_like = HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings(top_k=1))
     assert all(np.all(sample.logprobs == 0.0) for sample in greedy_like)
 
 
-def test_stop_strings_end_a_completion_and_stay_in_the_ids(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_stop_strings_end_a_completion_and_stay_in_the_ids(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     drawn = HfSampler(policy, tokenizer, batch_size=64).sample(requests(tokenizer), settings(stop=("</answer>",)))
     ended = [tokenizer.decode(s.completion_ids) for s in drawn if "</answer>" in tokenizer.decode(s.completion_ids)]
     assert ended
@@ -113,7 +113,7 @@ def test_stop_strings_end_a_completion_and_stay_in_the_ids(policy: Policy, token
     assert {sample.finish_reason for sample in drawn} == {"stop"}
 
 
-def test_a_limit_is_a_length_finish(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_a_limit_is_a_length_finish(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     wanted = [SampleRequest(prompt_ids=r.prompt_ids, seed=r.seed, max_new_tokens=2) for r in requests(tokenizer)]
     drawn = HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings())
     assert max(len(sample.completion_ids) for sample in drawn) == 2
@@ -122,7 +122,7 @@ def test_a_limit_is_a_length_finish(policy: Policy, tokenizer: Tokenizer) -> Non
     assert "length" in {sample.finish_reason for sample in drawn}
 
 
-def test_a_shared_prompt_gives_the_numbers_of_separate_rows(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_a_shared_prompt_gives_the_numbers_of_separate_rows(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     wanted = requests(tokenizer)
     completions = [s.completion_ids for s in HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings())]
     shared = logprobs_by_row(policy, wanted, completions)
@@ -135,7 +135,7 @@ def test_a_shared_prompt_gives_the_numbers_of_separate_rows(policy: Policy, toke
 
 
 @pytest.mark.parametrize("budget", [512, 4096])
-def test_rows_are_bit_equal_whatever_runs_beside_them(policy: Policy, tokenizer: Tokenizer, budget: int) -> None:
+def test_rows_are_bit_equal_whatever_runs_beside_them(policy: TorchPolicy, tokenizer: Tokenizer, budget: int) -> None:
     wanted = requests(tokenizer, num_prompts=12)
     completions = [s.completion_ids for s in HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings())]
     whole = logprobs_by_row(policy, wanted, completions)
@@ -143,14 +143,14 @@ def test_rows_are_bit_equal_whatever_runs_beside_them(policy: Policy, tokenizer:
     assert all(np.array_equal(one, other) for one, other in zip(whole, part, strict=True))
 
 
-def test_gradients_of_shared_and_separate_rows_agree(policy: Policy, tokenizer: Tokenizer) -> None:
+def test_gradients_of_shared_and_separate_rows_agree(policy: TorchPolicy, tokenizer: Tokenizer) -> None:
     wanted = requests(tokenizer, num_prompts=3)
     completions = [s.completion_ids for s in HfSampler(policy, tokenizer, batch_size=64).sample(wanted, settings())]
 
     def gradient(budget: int) -> torch.Tensor:
         policy.module.zero_grad()
         units = make_units([r.prompt_ids for r in wanted], completions, policy=policy, budget=budget)
-        for chunk in chunks_by_tokens(units, budget):
+        for chunk in micro_batches_by_tokens(units, budget):
             unit_logprobs(policy, chunk, temperature=1.0)[0].sum().backward()
         flat = torch.cat([p.grad.flatten() for p in policy.module.parameters()])
         policy.module.zero_grad()
@@ -160,7 +160,7 @@ def test_gradients_of_shared_and_separate_rows_agree(policy: Policy, tokenizer: 
     assert float((together - apart).norm() / together.norm()) < 1e-5
 
 
-def test_an_empty_completion_has_no_positions(policy: Policy) -> None:
+def test_an_empty_completion_has_no_positions(policy: TorchPolicy) -> None:
     empty, one = np.zeros(0, np.int32), np.array([5], np.int32)
     unit = Unit(prompt_ids=np.array([1, 2, 3], np.int32), completions=(empty, one, empty), rows=(0, 1, 2))
     values, _ = unit_logprobs(policy, [unit], temperature=1.0)

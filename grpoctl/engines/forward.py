@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpoctl.algorithms.token_logprobs import token_logprobs
-from grpoctl.engines.base import TokenIds, Unit, padded_width
+from grpoctl.engines.base import PolicyModel, TokenIds, Unit, padded_width
 
 LEAST_POSITIONS = 8
 """Positions handed to the head at least: fewer than four rows meet another matrix kernel, whose last bit differs."""
@@ -40,7 +40,9 @@ class Packed:
     targets: Tensor
 
 
-def make_units(prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: Any, budget: int) -> list[Unit]:
+def make_units(
+    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: PolicyModel, budget: int
+) -> list[Unit]:
     """Group consecutive rows of one prompt into units that fit the budget.
 
     Args:
@@ -118,22 +120,22 @@ def _mask(segments: np.ndarray, device: torch.device) -> Tensor:
 
 
 def unit_logprobs(
-    policy: Any, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
+    policy: PolicyModel, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return (N,) log-probabilities of all completion tokens of the units, flattened in order, and their entropies."""
     packed = pack(units, policy.device)
     if not packed.targets.numel():
         empty = torch.zeros(0, device=policy.device)
         return empty, empty if with_entropy else None
-    run = policy.runner or PackedForward(policy)
+    run = policy.forward
     count = packed.targets.shape[0]
     logprobs, entropy = run(packed, temperature, with_entropy)
     return logprobs[:count], None if entropy is None else entropy[:count]
 
 
-def model_logprobs(policy: Any, units: Sequence[Unit]) -> Tensor:
+def model_logprobs(policy: PolicyModel, units: Sequence[Unit]) -> Tensor:
     """Return (N,) log-probabilities as the model's own logits give them, to hold `unit_logprobs` to."""
-    run = policy.runner or PackedForward(policy)
+    run: Any = policy.forward
     return run(pack(units, policy.device), 1.0, False, by_model=True)[0]
 
 

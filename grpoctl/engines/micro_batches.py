@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpoctl.engines.base import TokenIds, Unit, chunks_by_tokens, padded_width
+from grpoctl.engines.base import PolicyModel, TokenIds, Unit, micro_batches_by_tokens, padded_width
 from grpoctl.engines.forward import make_units
 from grpoctl.processes.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class MicroBatch:
     """One forward of this rank.
 
     Args:
@@ -25,9 +25,9 @@ class Chunk:
     last: bool
 
 
-def dealt_chunks(
-    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: object, budget: int, ranks: Ranks
-) -> list[Chunk]:
+def deal_micro_batches(
+    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, policy: PolicyModel, budget: int, ranks: Ranks
+) -> list[MicroBatch]:
     """Return this rank's forwards over the rows; every rank gets as many.
 
     Args:
@@ -44,13 +44,13 @@ def dealt_chunks(
     units = [unit for unit in units if any(len(ids) for ids in unit.completions)]
     if not units:
         return []
-    dealt = [list(chunks_by_tokens(share, budget)) for share in deal(units, ranks.world_size)]
+    dealt = [list(micro_batches_by_tokens(share, budget)) for share in deal(units, ranks.world_size)]
     count = max(map(len, dealt))
     smallest = min(range(len(units)), key=lambda i: (units[i].num_tokens, i))
-    padding = Chunk(units=[units[smallest]], counts=False, last=False)
-    mine = [Chunk(units=share, counts=True, last=False) for share in dealt[ranks.rank]]
+    padding = MicroBatch(units=[units[smallest]], counts=False, last=False)
+    mine = [MicroBatch(units=share, counts=True, last=False) for share in dealt[ranks.rank]]
     mine += [padding] * (count - len(mine))
-    mine[-1] = Chunk(units=mine[-1].units, counts=mine[-1].counts, last=True)
+    mine[-1] = MicroBatch(units=mine[-1].units, counts=mine[-1].counts, last=True)
     return mine
 
 

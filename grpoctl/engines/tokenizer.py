@@ -13,17 +13,10 @@ from typing import Any
 import numpy as np
 
 from grpoctl.engines.base import TokenIds
-from grpoctl.errors import InputRefused, UsageError
+from grpoctl.errors import InputRefused
+from grpoctl.extras import require
 
 Messages = list[dict[str, Any]]
-
-
-def require(package: str, extra: str) -> None:
-    """Raise UsageError with the pip line where a package of an extra isn't installed."""
-    from importlib.util import find_spec
-
-    if find_spec(package) is None:
-        raise UsageError(f'{package} is not installed; pip install "grpoctl[{extra}]"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +77,10 @@ class Tokenizer:
         """Return the text of ids without special tokens."""
         return self.inner.decode(list(map(int, ids)), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def decode_whole(self, ids: Sequence[int]) -> str:
+        """Return the text of ids with special tokens, as a template wrote it."""
+        return self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def decode_many(self, rows: Sequence[TokenIds]) -> list[str]:
         """Return the texts of many rows of ids."""
         return self.inner.batch_decode(
@@ -104,7 +101,7 @@ def load_tokenizer(folder: Path, ref: str) -> Tokenizer:
         InputRefused: it can't be loaded, or there is no EOS id anywhere.
         UsageError: transformers isn't installed.
     """
-    require("transformers", "torch")
+    require("transformers")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer
 

@@ -42,7 +42,7 @@ HUB_PATTERNS: Final = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class PolicyFolder:
     """A policy on this machine's disk."""
 
     ref: str
@@ -67,7 +67,7 @@ class Policy:
         )
 
 
-def open_policy(ref: str) -> Policy:
+def open_policy(ref: str) -> PolicyFolder:
     """Resolve a REF, bring it to the local disk and check its digests.
 
     Args:
@@ -87,7 +87,7 @@ def open_policy(ref: str) -> Policy:
     if record is not None and (record.weights_digest, record.tokenizer_digest) != (weights, tokenizer):
         what = "weights" if record.weights_digest != weights else "tokenizer"
         raise InputRefused(f"{ref}: {what} differ from the digest in {POLICY_RECORD}; the folder was damaged or edited")
-    return Policy(
+    return PolicyFolder(
         ref=ref,
         folder=folder,
         version=record.version if record else 0,

@@ -20,32 +20,25 @@ from pydantic import ValidationError
 from grpoctl.artifacts.artifact import Artifact, differences, read_manifest
 from grpoctl.artifacts.canonical import canonical_json
 from grpoctl.artifacts.storage import create_exclusively, locate, read_bytes, read_if_there, remove, write_bytes
+from grpoctl.engines.registry import sampling_engine
 from grpoctl.errors import Conflict, InputRefused, UsageError
 from grpoctl.inputs.policies import POLICY_RECORD, open_policy
+from grpoctl.pipeline.metrics import metrics_row
+from grpoctl.pipeline.report import summary_line
 from grpoctl.pipeline.servers import ManagedServers
-from grpoctl.settings.fields import Section
-from grpoctl.settings.jobs import LogprobJob, PipelineConfig, RolloutJob, ScoreJob, SyncJob, UpdateJob
-from grpoctl.settings.runtime import ServeConfig
-from grpoctl.stages import logprob, rollout, score
-from grpoctl.stages.stage import Context, StageResult
-from grpoctl.stages.sync import stage as sync
+from grpoctl.processes.interpreter import Interpreter
+from grpoctl.settings.jobs import Job, PipelineConfig, Places, RolloutJob
+from grpoctl.stages.context import Context
+from grpoctl.stages.registry import artifact_folders, cycle, stage_named
+from grpoctl.stages.stage import StageResult, result_of, run
 from grpoctl.stages.sync.stage import version_name
-from grpoctl.stages.update import stage as update
-from grpoctl.stages.update.write import STATE
+from grpoctl.stages.update.inputs import STATE
 
 log = logging.getLogger("grpoctl")
 LOCK: Final = "lock.json"
 ORIGIN: Final = "origin.json"
 METRICS: Final = "metrics.jsonl"
 NOT_LOCKED: Final = {"runtime", "run_dir", "iterations", "name", "servers"}
-STAGES: Final[dict[str, Callable[[Any, Context], StageResult]]] = {
-    "rollout": rollout.run,
-    "logprob": logprob.run,
-    "score": score.run,
-    "update": update.run,
-    "sync": sync.run,
-}
-ARTIFACTS: Final = {"rollout": "rollouts", "logprob": "logprobs", "score": "scores", "update": "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +59,14 @@ class Origin:
         head, _, stage = text.rstrip("/").rpartition("/")
         run_dir, _, name = head.rpartition("/")
         number = name.removeprefix("iter-")
-        if stage not in ARTIFACTS or not run_dir or not number.isdigit():
-            raise UsageError(
-                f"--from {text}: expected RUN_DIR/iter-000003/STAGE with STAGE one of {', '.join(ARTIFACTS)}"
-            )
+        stages = artifact_folders()
+        if stage not in stages or not run_dir or not number.isdigit():
+            raise UsageError(f"--from {text}: expected RUN_DIR/iter-000003/STAGE with STAGE one of {', '.join(stages)}")
         return Origin(run_dir=run_dir, iteration=int(number), stage=stage)
 
     def covers(self, iteration: int, stage: str) -> bool:
         """Return whether a stage's artifact is taken from the other run."""
-        order = list(ARTIFACTS)
+        order = list(artifact_folders())
         return iteration == self.iteration and order.index(stage) < order.index(self.stage)
 
 
@@ -91,7 +83,7 @@ class Pipeline:
     first_version: int = 0
     wall_seconds: float = 0.0
     engine_seconds: float = 0.0
-    workers: dict[str, Any] = field(default_factory=dict)
+    interpreters: dict[str, Interpreter] = field(default_factory=dict[str, Interpreter])
     servers: ManagedServers | None = None
 
     def run(self) -> dict[str, Any]:
@@ -190,36 +182,38 @@ class Pipeline:
         return full.model_dump(mode="json", exclude=NOT_LOCKED)
 
     def _stages(self, config: PipelineConfig) -> list[str]:
-        needs_logprobs = config.update.old == "old_logprobs" or config.reference is not None
-        return [stage for stage in STAGES if stage != "logprob" or needs_logprobs]
+        return [name for name in cycle() if stage_named(name).needed(config)]
 
     def _iteration(self, config: PipelineConfig, iteration: int) -> bool:
         worked = False
         for stage in self._stages(config):
-            if self.origin and stage in ARTIFACTS and self.origin.covers(iteration, stage):
+            if self.origin and stage in artifact_folders() and self.origin.covers(iteration, stage):
                 continue
             self.context.stop.check()
             started = time.monotonic()
-            result = self._run_stage(stage, self._served(config, iteration, stage), config)
+            result = self._run_stage(stage, self._with_servers(config, iteration, stage), config)
             worked = worked or result.state == "done"
             log.debug("iter-%06d %s: %s in %.2f s", iteration, stage, result.state, time.monotonic() - started)
         return worked
 
-    def _run_stage(self, stage: str, job: Section, config: PipelineConfig) -> StageResult:
+    def _run_stage(self, name: str, job: Job, config: PipelineConfig) -> StageResult:
         """Run a stage in this process, or in the interpreter that runtime.python names for it."""
-        python = config.runtime.python.get(stage)
+        stage = stage_named(name)
+        python = config.runtime.python.get(name)
         if python is None:
-            return STAGES[stage](job, self.context)
-        from grpoctl.processes.interpreter import StageWorker
+            return run(stage, job, self.context)
+        if python not in self.interpreters:
+            self.interpreters[python] = Interpreter(python, module="grpoctl.stages.serve")
+        request = {"stage": name, "job": job.model_dump(mode="json")}
+        answer = self.interpreters[python].ask(request, what=name, stop=self.context.stop)
+        artifact = None if stage.table is None else read_manifest(answer["out"])
+        return result_of(answer, artifact=artifact)
 
-        if python not in self.workers:
-            self.workers[python] = StageWorker(python)
-        return self.workers[python].run(stage, job, self.context)
-
-    def _served(self, config: PipelineConfig, iteration: int, stage: str) -> Section:
+    def _with_servers(self, config: PipelineConfig, iteration: int, stage: str) -> Job:
         """Return a stage's job; one that samples from servers of our own gets their addresses."""
         job = self._job(config, iteration, stage)
-        if not isinstance(job, RolloutJob) or config.rollout.engine != "server" or self._is_there(iteration, stage):
+        asks = isinstance(job, RolloutJob) and sampling_engine(job.rollout.engine).asks_servers
+        if not isinstance(job, RolloutJob) or not asks or self._is_there(iteration, stage):
             return job
         if self.servers is None:
             place = locate(self.config.run_dir)
@@ -231,43 +225,18 @@ class Pipeline:
         """End the interpreters that stages were run in, and the servers."""
         if self.servers is not None:
             self.servers.close()
-        for worker in self.workers.values():
-            worker.close()
+        for interpreter in self.interpreters.values():
+            interpreter.close()
 
-    def _job(self, config: PipelineConfig, iteration: int, stage: str) -> Section:
-        """Return the job of one stage: the same record that its command would fill from flags."""
-        url = {name: self._url(iteration, name) for name in ARTIFACTS}
-        policy = self._policy(config, iteration)
-        logprobs = url["logprob"] if "logprob" in self._stages(config) else None
-        runtime = config.runtime.model_copy(
-            update={"serve": ServeConfig()}
-        )  # no business of a stage, nor of its manifest
-        if stage == "rollout":
-            return RolloutJob(
-                prompts=config.prompts, policy=policy, seed=config.seed, iteration=iteration,
-                out=url["rollout"], servers=config.servers, rollout=config.rollout, runtime=runtime,
-            )  # fmt: skip
-        if stage == "logprob":
-            return LogprobJob(
-                rollouts=url["rollout"], policy=policy if config.update.old == "old_logprobs" else None,
-                reference=config.policy if config.reference == "initial" else config.reference,
-                out=url["logprob"], logprob=config.logprob, runtime=runtime,
-            )  # fmt: skip
-        if stage == "score":
-            return ScoreJob(
-                rollouts=url["rollout"], logprobs=logprobs if config.score.kl_coef > 0 else None,
-                out=url["score"], score=config.score, runtime=runtime,
-            )  # fmt: skip
-        if stage == "update":
-            return UpdateJob(
-                rollouts=url["rollout"], scores=url["score"], logprobs=logprobs, policy=policy,
-                resume_from=self._previous_update(iteration), seed=config.seed,
-                out=url["update"], update=config.update, runtime=runtime,
-            )  # fmt: skip
-        return SyncJob(
-            update=url["update"], to=f"{config.run_dir}/policies", servers=config.servers,
-            sync=config.sync, runtime=runtime,
-        )  # fmt: skip
+    def _job(self, config: PipelineConfig, iteration: int, stage: str) -> Job:
+        places = Places(
+            out={name: self._url(iteration, name) for name in self._stages(config)},
+            policy=self._policy(config, iteration),
+            reference=config.policy if config.reference == "initial" else config.reference,
+            previous_update=self._previous_update(iteration),
+            policies=f"{config.run_dir}/policies",
+        )
+        return stage_named(stage).job.of(config, iteration, places)
 
     def _url(self, iteration: int, stage: str) -> str:
         if stage == "sync":
@@ -275,7 +244,7 @@ class Pipeline:
         run_dir = self.config.run_dir
         if self.origin and self.origin.covers(iteration, stage):
             run_dir = self.origin.run_dir
-        return f"{run_dir}/iter-{iteration:06d}/{ARTIFACTS[stage]}"
+        return f"{run_dir}/iter-{iteration:06d}/{artifact_folders()[stage]}"
 
     def _published(self, iteration: int) -> str:
         run_dir = self.config.run_dir
@@ -294,7 +263,7 @@ class Pipeline:
         return f"{run_dir}/iter-{iteration - 1:06d}/update"
 
     def _manifests(self, iteration: int) -> dict[str, Artifact]:
-        found = {stage: read_manifest(self._url(iteration, stage)) for stage in ARTIFACTS}
+        found = {stage: read_manifest(self._url(iteration, stage)) for stage in artifact_folders()}
         return {stage: artifact for stage, artifact in found.items() if artifact is not None}
 
     def _metrics_row(self, iteration: int) -> dict[str, Any]:
@@ -310,74 +279,3 @@ class Pipeline:
         old = iteration - (keep or 0)
         if keep is not None and old >= (self.origin.iteration if self.origin else 0):
             remove(locate(self.config.run_dir).child(f"iter-{old:06d}/update/{STATE}"))
-
-
-def metrics_row(iteration: int, artifacts: dict[str, Artifact]) -> dict[str, Any]:
-    """Return one iteration's numbers from its manifests."""
-    stats = {stage: artifact.manifest.stats for stage, artifact in artifacts.items()}
-    timings = {stage: sum(artifact.manifest.timings.values()) for stage, artifact in artifacts.items()}
-    tokens = artifacts["rollout"].manifest.tokens["completion"] if "rollout" in artifacts else 0
-    names = {
-        "rollout": ("mean_completion_tokens", "truncated_ratio"),
-        "score": ("reward_mean", "reward_std", "signal_groups_ratio", "rewards"),
-        "logprob": ("rollout_gap_mean", "rollout_gap_max"),
-        "update": (
-            "loss", "kl", "entropy", "clip_fraction", "ratio_max", "first_ratio_max_gap", "grad_norm", "lr",
-            "num_steps", "num_skipped_steps", "global_step",
-        ),
-    }  # fmt: skip
-    row: dict[str, Any] = {"iteration": iteration}
-    for stage, keys in names.items():
-        row |= {key: stats[stage].get(key) for key in keys if stage in stats}
-    seconds = sum(timings.values())
-    row["completion_tokens"] = tokens
-    row["tokens_per_second"] = tokens / seconds if seconds else None
-    row["seconds"] = {stage: round(value, 3) for stage, value in timings.items()}
-    return row
-
-
-def summary_line(row: dict[str, Any]) -> str:
-    """Return one iteration's numbers as the line that a person reads."""
-
-    def shown(name: str, pattern: str) -> str:
-        value = row.get(name)
-        return "–" if value is None else format(value, pattern)
-
-    stages = " ".join(f"{stage} {seconds:.2f}" for stage, seconds in row["seconds"].items())
-    return (
-        f"iter {row['iteration']:3d}  reward {shown('reward_mean', '.3f')}  len {shown('mean_completion_tokens', '.1f')}  "
-        f"kl {shown('kl', '.4f')}  clip {shown('clip_fraction', '.3f')}  grad {shown('grad_norm', '.3f')}  "
-        f"{shown('tokens_per_second', ',.0f')} tok/s  [{stages} s]"
-    )
-
-
-def reward_curve(metrics: list[dict[str, Any]]) -> str:
-    """Return the mean reward by iteration as plain text, one bar a line."""
-    values = [(row["iteration"], row["reward_mean"]) for row in metrics if row.get("reward_mean") is not None]
-    if not values:
-        return "no rewards"
-    low, high = min(0.0, *(v for _, v in values)), max(v for _, v in values)
-    span = (high - low) or 1.0
-    lines = [f"  {number:4d}  {value:7.3f}  {'█' * round(50 * (value - low) / span)}" for number, value in values]
-    return "\n".join(["mean reward by iteration", *lines])
-
-
-def status_lines(run_dir: str) -> Iterator[str]:
-    """Yield what a run directory holds, an iteration a line.
-
-    Raises:
-        InputRefused: it isn't a run directory.
-    """
-    from grpoctl.artifacts.storage import list_names
-
-    names = [name for name in list_names(locate(run_dir)) if name.startswith("iter-")]
-    if not names:
-        raise InputRefused(f"{run_dir}: no iter-… folders; expected the run_dir of a pipeline")
-    for name in names:
-        found = {stage: read_manifest(f"{run_dir}/{name}/{folder}") for stage, folder in ARTIFACTS.items()}
-        artifacts = {stage: artifact for stage, artifact in found.items() if artifact is not None}
-        states = " ".join(f"{stage}:{'done' if stage in artifacts else '–'}" for stage in ARTIFACTS)
-        reward = artifacts["score"].manifest.stats["reward_mean"] if "score" in artifacts else None
-        yield f"{name}  {states}  reward {'–' if reward is None else format(reward, '.3f')}"
-    pointer = read_if_there(locate(run_dir).child("policies/CURRENT"))
-    yield f"published: {json.loads(pointer)['name'] if pointer else 'none yet'}"

@@ -10,14 +10,11 @@ import http.client
 import logging
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -26,9 +23,11 @@ from grpoctl.artifacts.storage import locate
 from grpoctl.engines.servers.key import API_KEY, authorization
 from grpoctl.errors import GateFailed, InputRefused, TryAgain
 from grpoctl.inputs.policies import open_policy
+from grpoctl.processes.child import Child
+from grpoctl.processes.local_ranks import free_port
 from grpoctl.settings.jobs import SyncJob
 from grpoctl.settings.runtime import RuntimeConfig
-from grpoctl.stages.stage import Context
+from grpoctl.stages.context import Context
 from grpoctl.stages.sync.servers import load_servers
 
 log = logging.getLogger("grpoctl")
@@ -38,35 +37,20 @@ STOP_SECONDS: Final = 10.0
 LOG_TAIL: Final = 2000
 SIGNALLED: Final = 128
 """Exit codes above it tell of a signal."""
-SUPERVISOR: Final = """
-import os, signal, subprocess, sys, threading
-try:
-    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-except OSError as error:
-    sys.exit(f"{sys.argv[1]} can't be started: {error.strerror}")
-def follow():
-    os.read(0, 1)  # returns when the process that started us is gone, killed or not
-    os.killpg(0, signal.SIGKILL)
-threading.Thread(target=follow, daemon=True).start()
-signal.signal(signal.SIGTERM, lambda *_: None)  # the server has it too; we wait for its end
-code = server.wait()
-sys.exit(code if code >= 0 else 128 - code)
-"""
-"""Stands between us and a server: where we die, however suddenly, it kills the server and all that the server started."""
 
 
 @dataclass(slots=True)
-class _Server:
+class _ManagedServer:
     index: int
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     url: str = ""
     holds: str = ""
     has_answered: bool = False
 
     @property
     def runs(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.code() is None
 
 
 @dataclass(slots=True)
@@ -76,7 +60,7 @@ class ManagedServers:
     runtime: RuntimeConfig
     context: Context
     logs: Path
-    _servers: list[_Server] = field(default_factory=list)
+    _servers: list[_ManagedServer] = field(default_factory=list)
 
     def serving(self, ref: str) -> tuple[str, ...]:
         """Return the servers' addresses once each of them holds a policy: started, given it, or started anew.
@@ -91,8 +75,10 @@ class ManagedServers:
         policy = open_policy(ref)
         if not self._servers:
             self.logs.mkdir(parents=True, exist_ok=True)
-            self._servers = [_Server(index, self.logs / f"{index}.log") for index in range(settings.replicas)]
-        fresh = [server for server in self._servers if not self._kept(server, policy.folder, policy.weights_digest)]
+            self._servers = [_ManagedServer(index, self.logs / f"{index}.log") for index in range(settings.replicas)]
+        fresh = [
+            server for server in self._servers if not self._keep_or_end(server, policy.folder, policy.weights_digest)
+        ]
         for server in fresh:
             self._start(server, policy.folder)
         for server in fresh:
@@ -100,18 +86,18 @@ class ManagedServers:
             server.holds = policy.weights_digest
         return tuple(server.url for server in self._servers)
 
-    def _kept(self, server: _Server, folder: Path, digest: str) -> bool:
+    def _keep_or_end(self, server: _ManagedServer, folder: Path, digest: str) -> bool:
         """Return whether a running server holds the policy, after it was given it where necessary; else it is ended."""
-        if server.runs and (_answers(server.url) if server.holds == digest else self._given(server, folder, digest)):
+        if server.runs and (_answers(server.url) if server.holds == digest else self._give(server, folder, digest)):
             return True
         _end([server])  # also a dead one: the processes that it started may live on
         return False
 
-    def _given(self, server: _Server, folder: Path, digest: str) -> bool:
+    def _give(self, server: _ManagedServer, folder: Path, digest: str) -> bool:
         started = time.monotonic()
         job = SyncJob(servers=(server.url,), runtime=self.runtime)
         try:
-            load_servers(job, self.context, locate(str(folder)))
+            load_servers(job, self.context.warm, locate(str(folder)))
         except (GateFailed, InputRefused, TryAgain) as error:
             log.warning("%s; starting it anew", error)
             return False
@@ -119,9 +105,9 @@ class ManagedServers:
         server.holds = digest
         return True
 
-    def _start(self, server: _Server, folder: Path) -> None:
+    def _start(self, server: _ManagedServer, folder: Path) -> None:
         settings = self.runtime.serve
-        port = _free_port()
+        port = free_port()
         names = {"policy": str(folder), "port": str(port), "index": str(server.index)}
         command = [_filled(word, names) for word in settings.command]
         variables = {name: _filled(value, names) for name, value in settings.environment.items()}
@@ -131,22 +117,17 @@ class ManagedServers:
         with server.log.open("ab") as output:
             output.write(f"\n--- {' '.join(command)}\n".encode())
             output.flush()
-            server.process = subprocess.Popen(
-                [sys.executable, "-c", SUPERVISOR, *command],
-                env={**os.environ, **variables},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            server.process = Child(
+                command, environment={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT
             )
 
-    def _wait(self, server: _Server) -> None:
+    def _wait(self, server: _ManagedServer) -> None:
         """Return once the server answers."""
         assert server.process is not None
         deadline = time.monotonic() + self.runtime.serve.start_seconds
         while not _answers(server.url):
             self.context.stop.check()
-            code = server.process.poll()
+            code = server.process.code()
             if code is not None:  # a command that worked before, or one that was killed (for memory), may work again
                 kind = TryAgain if server.has_answered or code < 0 or code > SIGNALLED else InputRefused
                 raise kind(
@@ -172,12 +153,6 @@ def _filled(word: str, names: dict[str, str]) -> str:
     for name, value in names.items():
         word = word.replace("{" + name + "}", value)
     return word
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(url: str) -> bool:
@@ -207,28 +182,17 @@ def _tail(path: Path) -> str:
     return path.read_bytes()[-LOG_TAIL:].decode(errors="replace")
 
 
-def _end(servers: Sequence[_Server]) -> None:
+def _end(servers: Sequence[_ManagedServer]) -> None:
     """Stop servers and all processes that they started, together: asked first, and killed when their time is up."""
+    running = [server.process for server in servers if server.process is not None]
     deadline = time.monotonic() + STOP_SECONDS
     try:
-        for server in servers:
-            _signal(server, signal.SIGTERM)
-        for server in servers:
-            if server.process is not None:
-                with suppress(subprocess.TimeoutExpired):
-                    server.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        for process in running:
+            process.send(signal.SIGTERM, group=True)
+        for process in running:
+            process.wait(max(0.0, deadline - time.monotonic()))
     finally:  # a second signal to us comes here at once
+        for process in running:
+            process.kill()
         for server in servers:
-            _signal(server, signal.SIGKILL)
-            if server.process is not None:
-                server.process.wait()
-                assert server.process.stdin is not None
-                server.process.stdin.close()
             server.process = None
-
-
-def _signal(server: _Server, number: int) -> None:
-    """Send a signal to a server's group, which may outlive the server."""
-    if server.process is not None:
-        with suppress(ProcessLookupError):
-            os.killpg(server.process.pid, number)

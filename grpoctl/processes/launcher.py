@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import signal
 import sys
 from typing import Final, NoReturn
 
 RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STARTED_BY: Final = "GRPOCTL_STARTED_BY"
 """Set in the processes that `runtime.num_processes` starts: the id of the one that started them and speaks for them."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def is_launched() -> bool:
@@ -33,15 +30,6 @@ def world_size() -> int:
 def has_speaker() -> bool:
     """Return whether the process that started this one prints results and errors in its place."""
     return STARTED_BY in os.environ
-
-
-def die_with_starter() -> None:
-    """Have the kernel end this process when the one that started it is killed (Linux)."""
-    if not has_speaker() or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[STARTED_BY]):  # killed before the kernel knew
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end(code: int) -> NoReturn:

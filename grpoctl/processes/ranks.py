@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from grpoctl.errors import GrpoctlError, PeerFailed
-from grpoctl.processes import launcher as launched
+from grpoctl.processes import launcher
 
 Value = TypeVar("Value")
 PATIENCE: Final = timedelta(hours=1)
@@ -41,7 +41,7 @@ class Ranks:
         """Whether this is the one that writes and speaks."""
         return self.rank == 0
 
-    def gather(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """Return every rank's value, in the order of ranks, on every rank."""
         return self._of_all(value)[:: self.block]
 
@@ -57,9 +57,9 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, value: Value) -> Value:
+    def broadcast(self, value: Value) -> Value:
         """Return the first rank's value on every rank."""
-        return self.gather(value)[0]
+        return self.all_gather(value)[0]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ def join(device: str) -> Ranks:
     Args:
         device: runtime.device; with a GPU each process takes the one of its local rank
     """
-    if not launched.is_launched():
+    if not launcher.is_launched():
         return ALONE
     import os
 

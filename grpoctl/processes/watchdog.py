@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from grpoctl.errors import TryAgain
-from grpoctl.processes import last_words
+from grpoctl.processes import fatal
 
 LOOKS: Final = 50
 """How often a watchdog looks within its patience."""
@@ -41,7 +41,7 @@ def watched(what: str, progress: Callable[[], object], *, patience_seconds: floa
                 )
                 for child in multiprocessing.active_children():  # a hanging engine doesn't notice that we are gone
                     child.kill()
-                last_words.say(error)
+                fatal.say(error)
                 os._exit(error.exit_code)
 
     thread = threading.Thread(target=look, name="watchdog", daemon=True)

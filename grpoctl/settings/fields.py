@@ -1,6 +1,6 @@
 """Every setting, declared once: flags, YAML keys, environment variables, JSON schema and docs are rendered from here.
 
-Imports neither torch nor pyarrow. What can't change a result is in `runtime_config` and stays outside every fingerprint.
+Imports neither torch nor pyarrow. What can't change a result is in `runtime.py` and stays outside every fingerprint.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from grpoctl.settings.engines import ForwardEngineName, SamplingEngineName, TrainingEngineName
 
 
 class Flag(str):
@@ -74,7 +76,7 @@ class PromptsConfig(Section):
 class RolloutConfig(Section):
     """Sampling: how many completions, from which distribution."""
 
-    engine: Annotated[Literal["hf", "vllm", "server"], Flag("--engine")] = "hf"
+    engine: Annotated[SamplingEngineName, Flag("--engine")] = "hf"
     """Sampler: `hf` is transformers' generate, `vllm` runs in the stage's own process, `server` asks those of --server."""
     group_size: Annotated[int, Field(ge=1), Flag("--group-size")] = 8
     """G, completions sampled for each prompt."""
@@ -165,7 +167,7 @@ class ScoreConfig(Section):
 class LogprobConfig(Section):
     """Recomputing log-probabilities with the training framework."""
 
-    engine: Annotated[Literal["torch", "megatron"], Flag("--engine")] = "torch"
+    engine: Annotated[ForwardEngineName, Flag("--engine")] = "torch"
     """Training framework whose forward runs: the one that `update` uses, so that the first ratio is 1."""
     dtype: Dtype = "float32"
     """Floating-point type of the weights; the softmax is float32 in any case."""
@@ -200,7 +202,7 @@ class LoraConfig(Section):
 class UpdateConfig(Section):
     """The optimizer steps over one artifact of rollouts."""
 
-    engine: Annotated[Literal["torch", "deepspeed", "megatron"], Flag("--engine")] = "torch"
+    engine: Annotated[TrainingEngineName, Flag("--engine")] = "torch"
     """Training framework: `torch` is plain on one process and FSDP2 on several; `deepspeed` is ZeRO (runtime.deepspeed);
     `megatron` is Megatron-LM's layers (runtime.megatron)."""
     loss: Annotated[LossName, Flag("--loss")] = "ppo_clip"

@@ -5,7 +5,9 @@ What a command's flags, a section of a pipeline file and a line to a stage worke
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -20,23 +22,54 @@ from grpoctl.settings.fields import (
     SyncConfig,
     UpdateConfig,
 )
-from grpoctl.settings.runtime import RuntimeConfig
+from grpoctl.settings.runtime import RuntimeConfig, ServeConfig
 
 
-class _Job(Section):
+class Job(Section):
     """Inputs, output and settings of one stage: everything its command line can say."""
 
     runs_forward: ClassVar[bool] = False
     """Whether the training framework's forward runs, so that --micro-batch-tokens means something."""
+    output_field: ClassVar[str] = "out"
+    """Name of the field that holds what it writes."""
 
     runtime: RuntimeConfig = RuntimeConfig()
     """What never changes the result."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> Job:
+        """Return the job of a pipeline's iteration; stages outside the cycle have none."""
+        raise NotImplementedError(f"{cls.__name__} is no stage of an iteration")
+
+    @property
+    def output(self) -> str:
+        """Artifact or folder to write."""
+        return getattr(self, self.output_field)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where one iteration of a run reads and writes.
+
+    Args:
+        out: URL of what each stage of the cycle writes, by the stage's name; stages that the run leaves out have none
+        policy: REF of the policy that samples
+        reference: REF of the frozen reference, None without one
+        previous_update: whose optimizer state is continued, None at the start
+        policies: folder of published versions
+    """
+
+    out: Mapping[str, str]
+    policy: str
+    reference: str | None
+    previous_update: str | None
+    policies: str
 
 
 Servers = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class RolloutJob(_Job):
+class RolloutJob(Job):
     """Sample G completions for each prompt."""
 
     prompts: PromptsConfig = PromptsConfig()
@@ -54,21 +87,49 @@ class RolloutJob(_Job):
     rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
 
+    @classmethod
+    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> RolloutJob:
+        """Return an iteration's job: the same record that its command would fill from flags."""
+        return cls(
+            prompts=config.prompts,
+            policy=places.policy,
+            seed=config.seed,
+            iteration=iteration,
+            out=places.out["rollout"],
+            servers=config.servers,
+            rollout=config.rollout,
+            runtime=config.stage_runtime,
+        )
 
-class ScoreJob(_Job):
+
+class ScoreJob(Job):
     """Reward each completion and compare it with its group."""
 
     rollouts: Annotated[str, Flag("--rollouts")] = "rollouts"
     """Rollouts artifact."""
     logprobs: Annotated[str | None, Flag("--logprobs")] = None
     """Logprobs artifact; needed only for score.kl_coef."""
+    iterations: Annotated[int | None, Field(ge=1)] = None
+    """Iterations of the whole run, for rewards that ask (TRL's trainer_state.max_steps); `run` fills it in."""
     out: Annotated[str, Flag("--out")] = "scores"
     """Artifact to write."""
     score: ScoreConfig = ScoreConfig()
     """Rewards and advantages."""
 
+    @classmethod
+    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> ScoreJob:
+        """Return an iteration's job: the same record that its command would fill from flags."""
+        return cls(
+            rollouts=places.out["rollout"],
+            logprobs=places.out.get("logprob") if config.score.kl_coef > 0 else None,
+            iterations=config.iterations,
+            out=places.out["score"],
+            score=config.score,
+            runtime=config.stage_runtime,
+        )
 
-class LogprobJob(_Job):
+
+class LogprobJob(Job):
     """Recompute log-probabilities with the training framework."""
 
     runs_forward: ClassVar[bool] = True
@@ -84,8 +145,20 @@ class LogprobJob(_Job):
     logprob: LogprobConfig = LogprobConfig()
     """Precision and gates."""
 
+    @classmethod
+    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> LogprobJob:
+        """Return an iteration's job: the same record that its command would fill from flags."""
+        return cls(
+            rollouts=places.out["rollout"],
+            policy=places.policy if config.update.old == "old_logprobs" else None,
+            reference=places.reference,
+            out=places.out["logprob"],
+            logprob=config.logprob,
+            runtime=config.stage_runtime,
+        )
 
-class UpdateJob(_Job):
+
+class UpdateJob(Job):
     """Take the optimizer steps over one batch of rollouts."""
 
     runs_forward: ClassVar[bool] = True
@@ -107,9 +180,26 @@ class UpdateJob(_Job):
     update: UpdateConfig = UpdateConfig()
     """Loss, optimizer, batches."""
 
+    @classmethod
+    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> UpdateJob:
+        """Return an iteration's job: the same record that its command would fill from flags."""
+        return cls(
+            rollouts=places.out["rollout"],
+            scores=places.out["score"],
+            logprobs=places.out.get("logprob"),
+            policy=places.policy,
+            resume_from=places.previous_update,
+            seed=config.seed,
+            out=places.out["update"],
+            update=config.update,
+            runtime=config.stage_runtime,
+        )
 
-class SyncJob(_Job):
+
+class SyncJob(Job):
     """Verify an update's policy and publish it."""
+
+    output_field: ClassVar[str] = "to"
 
     update: Annotated[str | None, Flag("--update")] = None
     """Update artifact whose policy is published."""
@@ -122,8 +212,19 @@ class SyncJob(_Job):
     sync: SyncConfig = SyncConfig()
     """Checks."""
 
+    @classmethod
+    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> SyncJob:
+        """Return an iteration's job: the same record that its command would fill from flags."""
+        return cls(
+            update=places.out["update"],
+            to=places.policies,
+            servers=config.servers,
+            sync=config.sync,
+            runtime=config.stage_runtime,
+        )
 
-class RewardModelJob(_Job):
+
+class RewardModelJob(Job):
     """Train a value-head reward model on pairs of answers."""
 
     runs_forward: ClassVar[bool] = True
@@ -140,10 +241,11 @@ class RewardModelJob(_Job):
     """Columns, optimizer, held-out pairs."""
 
 
-class PipelineConfig(_Job):
+class PipelineConfig(Job):
     """A pipeline file: the cycle of stages, iteration after iteration."""
 
     runs_forward: ClassVar[bool] = True
+    output_field: ClassVar[str] = "run_dir"
 
     name: str
     """Name of the run."""
@@ -173,6 +275,16 @@ class PipelineConfig(_Job):
     sync: SyncConfig = SyncConfig()
     """Publishing."""
 
+    @property
+    def stage_runtime(self) -> RuntimeConfig:
+        """What a stage is given: servers that `run` starts are no business of it, nor of its manifest."""
+        return self.runtime.model_copy(update={"serve": ServeConfig()})
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether an iteration recomputes log-probabilities."""
+        return self.update.old == "old_logprobs" or self.reference is not None
+
     @model_validator(mode="after")
     def _reference_where_needed(self) -> PipelineConfig:
         if (self.update.kl_coef > 0 or self.score.kl_coef > 0) and self.reference is None:
@@ -180,14 +292,3 @@ class PipelineConfig(_Job):
         if self.runtime.serve.command and self.rollout.engine != "server":
             raise ValueError("runtime.serve starts servers for rollout.engine: server; set that, or remove it")
         return self
-
-
-JOBS: Final[dict[str, type[_Job]]] = {
-    "rollout": RolloutJob,
-    "score": ScoreJob,
-    "logprob": LogprobJob,
-    "update": UpdateJob,
-    "sync": SyncJob,
-    "run": PipelineConfig,
-    "reward-model train": RewardModelJob,
-}

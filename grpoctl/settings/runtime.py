@@ -94,5 +94,8 @@ class RuntimeConfig(Section):
     """Megatron-LM's layout, for update.engine and logprob.engine: megatron."""
     reward_workers: Positive = 1
     """Processes that call reward functions."""
+    reward_environment: Words = ()
+    """Environment variables handed to reward functions although their names look like secrets, as OPENAI_API_KEY; all
+    others of that kind are kept from them."""
     keep_states: Annotated[int | None, Field(ge=1)] = 2
     """Iterations whose optimizer state `run` keeps; older ones are dropped, published policies stay. null keeps all."""

@@ -7,29 +7,32 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from grpoctl.algorithms.seeds import identity_order, identity_seed
-from grpoctl.artifacts.artifact import ArtifactWriter, Work
+from grpoctl.artifacts.artifact import ArtifactWriter
 from grpoctl.artifacts.canonical import canonical_json
 from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
 from grpoctl.artifacts.tables import ROLLOUTS
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
+from grpoctl.engines.registry import sampling_engine
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
-from grpoctl.errors import GateFailed, InputRefused, UsageError
-from grpoctl.inputs.policies import Policy, open_policy
+from grpoctl.errors import GateFailed, InputRefused, TryAgain, UsageError
+from grpoctl.inputs.policies import PolicyFolder, open_policy
 from grpoctl.inputs.prompts import PromptSet, load_prompts
 from grpoctl.processes.memory import memory_errors
 from grpoctl.settings.fields import defining
 from grpoctl.settings.jobs import RolloutJob
-from grpoctl.stages.samplers import drawn, sampler_for
-from grpoctl.stages.stage import Context, StageResult, already_done, check_outside, environment, finished, planned
+from grpoctl.stages.context import Context
+from grpoctl.stages.stage import Definition, Facts, Prepared, Stage
 
 log = logging.getLogger("grpoctl")
 TRUNCATED_WARN = 0.5
+RE_ASKS: Final = 2
+"""Times that an aborted request is sent again before its row fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,57 +46,65 @@ class PlannedPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """The prompts of an iteration: where they come from, those to sample in order, and how many were skipped."""
+class RolloutInputs:
+    """The policy, the prompts, and which rows of them this iteration takes."""
 
+    policy: PolicyFolder
+    prompts: PromptSet
+    rows: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """The prompts to sample in order, where they come from, and how many were skipped."""
+
+    policy: PolicyFolder
+    tokenizer: Tokenizer
     prompts: PromptSet
     chosen: list[PlannedPrompt]
     num_skipped: int
 
 
-def run(job: RolloutJob, context: Context) -> StageResult:
-    """Sample what the job asks for into a rollouts artifact.
+def open_inputs(job: RolloutJob) -> RolloutInputs:
+    """Open policy and prompts.
 
     Raises:
         InputRefused: prompts or policy that can't be used.
-        GateFailed: too many failed or truncated completions.
-        Conflict: other work is committed at `out`.
     """
-    if job.rollout.group_size < 2:
-        context.tell_once(
-            "group_size 1: without comparison there is no advantage; only advantages: none can train on it"
-        )
-    check_outside(job.out, job.prompts.path, job.policy)
     policy = open_policy(job.policy)
     prompts = load_prompts(job.prompts)
-    chosen = choose_rows(prompts, job)
-    num_shards = math.ceil(len(chosen) / job.rollout.prompts_per_shard)
-    work = Work(
-        stage="rollout",
-        table=ROLLOUTS,
-        definition=_definition(job, policy, prompts),
-        config=job.model_dump(mode="json"),
-        num_shards=num_shards,
-    )
-    done = already_done(job.out, work)
-    if done is not None:
-        return done
+    return RolloutInputs(policy=policy, prompts=prompts, rows=choose_rows(prompts, job))
+
+
+def define(job: RolloutJob, inputs: RolloutInputs) -> Definition:
+    """Return what the rollouts are made of."""
+    num_shards = math.ceil(len(inputs.rows) / job.rollout.prompts_per_shard)
+    return Definition(values=_definition(job, inputs.policy, inputs.prompts), num_shards=num_shards)
+
+
+def prepare(job: RolloutJob, inputs: RolloutInputs, context: Context) -> Prepared[RolloutPlan]:
+    """Tokenise the prompts and settle every length question before anything is sampled."""
+    policy, prompts = inputs.policy, inputs.prompts
+    if job.rollout.group_size < 2:
+        context.warm.tell_once(
+            "group_size 1: without comparison there is no advantage; only advantages: none can train on it"
+        )
     tokenizer = load_tokenizer(policy.folder, policy.ref)
-    plan, skipped = plan_prompts(prompts, chosen, job, tokenizer)
+    chosen, skipped = plan_prompts(prompts, inputs.rows, job, tokenizer)
     for note in prompts.notes:
-        context.tell_once(f"{job.prompts.path}: {note}")
+        context.warm.tell_once(f"{job.prompts.path}: {note}")
     if prompts.format == "text" and tokenizer.inner.chat_template and job.prompts.chat_template == "auto":
         log.info(
             "prompts are text and go to the model as they are; prompts.chat_template: always makes them user turns"
         )
-    _check_room(plan, job)
-    if context.dry_run:
-        return planned(job.out, work, num_prompts=len(plan), num_completions=len(plan) * job.rollout.group_size)
-    planned_work = _Plan(prompts=prompts, chosen=plan, num_skipped=skipped)
-    return _sample_shards(job, context, work, policy, planned_work)
+    longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in chosen)
+    sampling_engine(job.rollout.engine).refuse(job, longest)
+    plan = RolloutPlan(policy=policy, tokenizer=tokenizer, prompts=prompts, chosen=chosen, num_skipped=skipped)
+    facts = {"num_prompts": len(chosen), "num_completions": len(chosen) * job.rollout.group_size}
+    return Prepared(plan=plan, facts=facts)
 
 
-def _definition(job: RolloutJob, policy: Policy, prompts: PromptSet) -> dict[str, Any]:
+def _definition(job: RolloutJob, policy: PolicyFolder, prompts: PromptSet) -> dict[str, Any]:
     return {
         "stage": "rollout",
         "table_version": ROLLOUTS.version,
@@ -177,16 +188,6 @@ def plan_prompts(
     return plan, len(chosen) - len(plan)
 
 
-def _check_room(plan: Sequence[PlannedPrompt], job: RolloutJob) -> None:
-    """Refuse prompts that the engine was told to make no room for, before the first is sampled."""
-    limit = job.runtime.max_context_tokens
-    longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in plan)
-    if job.rollout.engine == "vllm" and limit is not None and longest > limit:
-        raise UsageError(
-            f"runtime.max_context_tokens: {limit}, a prompt and its max_new_tokens take {longest}; raise it to that"
-        )
-
-
 def _check_ids(encoded: dict[int, TokenIds], prompts: PromptSet, tokenizer: Tokenizer) -> None:
     for row, ids in encoded.items():
         if len(ids) == 0:
@@ -203,42 +204,58 @@ def _check_ids(encoded: dict[int, TokenIds], prompts: PromptSet, tokenizer: Toke
             )
 
 
-def _sample_shards(
-    job: RolloutJob,
-    context: Context,
-    work: Work,
-    policy: Policy,
-    plan: _Plan,
-) -> StageResult:
-    prompts, skipped = plan.prompts, plan.num_skipped
-    writer = ArtifactWriter(url=job.out, work=work)
-    todo = writer.missing_shards(context.selected(work.num_shards))
-    sampler = sampler_for(job, context, policy) if todo else None
+def compute(job: RolloutJob, plan: RolloutPlan, writer: ArtifactWriter, context: Context) -> Facts:
+    """Sample every missing shard."""
+    num_shards = writer.work.num_shards
+    todo = writer.missing_shards(context.selected(num_shards))
+    sampler = sampling_engine(job.rollout.engine).sampler(job, plan.policy, context.warm) if todo else None
     started = time.monotonic()
     for index in context.follow(todo, "rollout"):
         assert sampler is not None
         size = job.rollout.prompts_per_shard
         part = plan.chosen[index * size : (index + 1) * size]
         with memory_errors("sampling", "lower runtime.rollout_batch_size or rollout.max_new_tokens"):
-            samples = drawn(sampler, _requests(part, job), _settings(job))
-        rows = list(_rows(part, samples, job, load_tokenizer(policy.folder, policy.ref)))
-        table = _table(rows, part, job, policy, prompts)
-        writer.write_shard(index, table, counts=_counts(rows), stats=_stats(rows))
-    seconds = time.monotonic() - started
-    sampling = _sampling(job, sampler, prompts)
-    artifact = writer.commit(
-        rows=lambda shards: _accounting(shards, skipped * job.rollout.group_size, job),
-        policy=policy.identity,
-        sampling=sampling,
+            samples = draw_samples(sampler, _requests(part, job), _settings(job))
+        rows = list(_rows(part, samples, job, plan.tokenizer))
+        writer.write_shard(index, _table(rows, part, job, plan), counts=_counts(rows), stats=_stats(rows))
+    return Facts(
+        rows=lambda shards: _accounting(shards, plan.num_skipped * job.rollout.group_size, job),
+        policy=plan.policy.identity,
+        sampling=_sampling(job, sampler, plan.prompts),
         stats=lambda shards: _summary(shards, job),
         tokens=lambda shards: {
             "prompt": sum(s.stats["prompt_tokens"] for s in shards),
             "completion": sum(s.stats["completion_tokens"] for s in shards),
         },
-        timings={"sampling_seconds": seconds},
-        environment=environment(),
+        timings={"sampling_seconds": time.monotonic() - started},
     )
-    return finished(writer, artifact)
+
+
+def draw_samples(sampler: Sampler, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
+    """Return a completion for each request, asking again for those that the engine aborted.
+
+    Raises:
+        TryAgain: the engine returned another number of samples than it was asked for.
+    """
+    samples = _all_of(sampler, requests, settings)
+    for _ in range(RE_ASKS):
+        aborted = [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]
+        if not aborted:
+            break
+        log.info("%s aborted %d of %d requests; asking again", sampler.name, len(aborted), len(requests))
+        again = _all_of(sampler, [requests[i] for i in aborted], settings)
+        for i, sample in zip(aborted, again, strict=True):
+            samples[i] = sample
+    return samples
+
+
+def _all_of(sampler: Sampler, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
+    samples = sampler.sample(requests, settings)
+    if len(samples) != len(requests):
+        raise TryAgain(
+            f"{sampler.name} returned {len(samples)} samples for {len(requests)} requests; finished shards are kept: rerun"
+        )
+    return samples
 
 
 def _settings(job: RolloutJob) -> SamplingSettings:
@@ -300,10 +317,8 @@ def _fault(sample: Sample, job: RolloutJob) -> str | None:
     return None
 
 
-def _table(
-    rows: Sequence[_Row], part: Sequence[PlannedPrompt], job: RolloutJob, policy: Policy, prompts: PromptSet
-) -> pa.Table:
-    size = job.rollout.group_size
+def _table(rows: Sequence[_Row], part: Sequence[PlannedPrompt], job: RolloutJob, plan: RolloutPlan) -> pa.Table:
+    size, prompts = job.rollout.group_size, plan.prompts
     groups = [f"{prompt.prompt_id}@{job.iteration}" for prompt in part]
     texts = [prompts.prompts[prompt.row] for prompt in part]
     shown = [text if isinstance(text, str) else canonical_json(text) for text in texts]
@@ -319,14 +334,13 @@ def _table(
         "completion_mask": [np.full(len(row.sample.completion_ids), row.mask) for row in rows],
         "rollout_logprobs": [None if row.status == "failed" else row.sample.logprobs for row in rows],
         "finish_reason": [row.sample.finish_reason for row in rows],
-        "policy_version": [policy.version] * len(rows),
+        "policy_version": [plan.policy.version] * len(rows),
         "seed": [_seed(job, prompt.prompt_id, index) for prompt in part for index in range(size)],
         "status": [row.status for row in rows],
         "error": [row.error for row in rows],
         "source": prompts.source.take(pa.array([prompt.row for prompt in part for _ in range(size)], pa.int64())),
     }
-    schema = ROLLOUTS.arrow_schema({"source": prompts.source.type})
-    return pa.table({field.name: pa.array(columns[field.name], type=field.type) for field in schema}, schema=schema)
+    return ROLLOUTS.build(columns, {"source": prompts.source.type})
 
 
 def _counts(rows: Sequence[_Row]) -> dict[str, int]:
@@ -392,3 +406,15 @@ def _sampling(job: RolloutJob, sampler: Sampler | None, prompts: PromptSet) -> S
         prompt_format=prompts.format,
         reproducible=sampler.reproducible if sampler is not None else True,
     )
+
+
+STAGE = Stage(
+    name="rollout",
+    job=RolloutJob,
+    table=ROLLOUTS,
+    reads=lambda job: (job.prompts.path, job.policy),
+    open=open_inputs,
+    define=define,
+    prepare=prepare,
+    compute=compute,
+)

@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +16,13 @@ import numpy as np
 import pyarrow as pa
 
 from grpoctl.algorithms.advantages import advantages, token_advantages
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, open_artifact
+from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from grpoctl.artifacts.lineage import require_made_from, require_same_rows
-from grpoctl.artifacts.manifest import Parent
+from grpoctl.artifacts.manifest import Sampling
 from grpoctl.artifacts.tables import SCORES
+from grpoctl.engines.warm import Warm
 from grpoctl.errors import GateFailed, InputRefused, UsageError
+from grpoctl.inputs.policies import open_policy
 from grpoctl.inputs.prompts import ROW_FIELD, column_names
 from grpoctl.rewards.calling.pool import RewardPool
 from grpoctl.rewards.resolve.columns_check import RewardReference, check_columns
@@ -28,10 +30,11 @@ from grpoctl.rewards.resolve.reference import resolve_reward
 from grpoctl.rewards.sample import FAILED_STATUSES, RewardOutcome, RewardSample
 from grpoctl.settings.fields import RewardConfig, defining
 from grpoctl.settings.jobs import ScoreJob
+from grpoctl.stages.context import Context
 from grpoctl.stages.reward_model.scores import NAME as REWARD_MODEL
 from grpoctl.stages.reward_model.scores import RewardModelScorer, reward_model_scorer
 from grpoctl.stages.score_report import accounting, summary
-from grpoctl.stages.stage import Context, StageResult, already_done, check_outside, environment, finished, planned
+from grpoctl.stages.stage import Definition, Facts, Prepared, Stage, require_same_tokenizer
 from grpoctl.stages.token_rows import require_whole_groups
 
 log = logging.getLogger("grpoctl")
@@ -77,39 +80,33 @@ class _Rewards:
         return weights if self.model is None else {**weights, REWARD_MODEL: self.model.weight}
 
 
-def run(job: ScoreJob, context: Context) -> StageResult:
-    """Score a rollouts artifact.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreInputs:
+    """The rollouts, what scores them, and the log-probabilities of a KL penalty."""
+
+    rollouts: Artifact
+    rewards: _Rewards
+    logprobs: Artifact | None
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the completions were drawn from."""
+        assert self.rollouts.manifest.sampling is not None
+        return self.rollouts.manifest.sampling
+
+
+def open_inputs(job: ScoreJob) -> ScoreInputs:
+    """Open the rollouts and find the rewards.
 
     Raises:
         UsageError: no reward named, or one that doesn't exist.
-        InputRefused: columns that a reward needs are missing or null, or texts beyond the reward model's context.
-        PluginFailed: rewards failed beyond the budget.
-        GateFailed: all rewards equal, or too many incomplete groups.
+        InputRefused: something else than rollouts.
     """
-    check_outside(job.out, job.rollouts, job.logprobs)
     rollouts = open_artifact(job.rollouts, table="rollouts")
-    rewards = _rewards(job, context, rollouts)
-    logprobs = _logprobs(job, rollouts)
-    work = Work(
-        stage="score",
-        table=SCORES,
-        definition=_definition(job, rollouts, logprobs, rewards),
-        config=job.model_dump(mode="json"),
-        parents=_parents(rollouts, logprobs),
-        num_shards=len(rollouts.manifest.shards),
-    )
-    done = already_done(job.out, work)
-    if done is not None:
-        return done
-    _check_group_size(job, rollouts)
-    for _, reference in rewards.functions:
-        check_columns(reference, _source_columns(rollouts))
-    if context.dry_run:
-        return planned(job.out, work, rewards=list(rewards.weights))
-    return _score(job, context, work, (rollouts, logprobs), rewards)
+    return ScoreInputs(rollouts=rollouts, rewards=_rewards(job, rollouts), logprobs=_logprobs(job, rollouts))
 
 
-def _rewards(job: ScoreJob, context: Context, rollouts: Artifact) -> _Rewards:
+def _rewards(job: ScoreJob, rollouts: Artifact) -> _Rewards:
     functions = [(config, _resolve(config)) for config in job.score.rewards]
     if not functions and job.score.reward_model is None:
         raise UsageError(
@@ -118,7 +115,7 @@ def _rewards(job: ScoreJob, context: Context, rollouts: Artifact) -> _Rewards:
         )
     if job.score.reward_model is not None and REWARD_MODEL in [reference.name for _, reference in functions]:
         raise UsageError(f"rewards: one is named {REWARD_MODEL!r}, as is the reward model's; give it another `name:`")
-    return _Rewards(functions=functions, model=reward_model_scorer(job, context, rollouts))
+    return _Rewards(functions=functions, model=reward_model_scorer(job, rollouts))
 
 
 def _resolve(config: RewardConfig) -> RewardReference:
@@ -141,17 +138,10 @@ def _logprobs(job: ScoreJob, rollouts: Artifact) -> Artifact | None:
     return artifact
 
 
-def _parents(rollouts: Artifact, logprobs: Artifact | None) -> list[Parent]:
-    return [rollouts.parent("rollouts")] + ([logprobs.parent("logprobs")] if logprobs else [])
-
-
-def _definition(
-    job: ScoreJob,
-    rollouts: Artifact,
-    logprobs: Artifact | None,
-    rewards: _Rewards,
-) -> dict[str, Any]:
-    return {
+def define(job: ScoreJob, inputs: ScoreInputs) -> Definition:
+    """Return what the scores are made of."""
+    rollouts, logprobs = inputs.rollouts, inputs.logprobs
+    values = {
         "stage": "score",
         "table_version": SCORES.version,
         "score": {**defining(job.score), "rewards": None, "reward_model": None},
@@ -163,18 +153,32 @@ def _definition(
                 "source_digest": reference.source_digest,
                 "weight": config.weight,
             }
-            for config, reference in rewards.functions
+            for config, reference in inputs.rewards.functions
         ],
-        "reward_model": None if rewards.model is None else rewards.model.definition,
+        "reward_model": None if inputs.rewards.model is None else inputs.rewards.model.definition,
         "combination": "weighted sum of the rewards that scored the row",
         "rollouts": rollouts.manifest.content_digest,
         "logprobs": logprobs.manifest.content_digest if logprobs else None,
     }
+    parents = [rollouts.parent("rollouts")] + ([logprobs.parent("logprobs")] if logprobs else [])
+    return Definition(values=values, parents=parents, num_shards=len(rollouts.manifest.shards))
 
 
-def _check_group_size(job: ScoreJob, rollouts: Artifact) -> None:
-    assert rollouts.manifest.sampling is not None
-    if rollouts.manifest.sampling.group_size < 2 and job.score.advantages != "none":
+def prepare(job: ScoreJob, inputs: ScoreInputs, context: Context) -> Prepared[ScoreInputs]:
+    """Compare what the rewards need with the columns that there are.
+
+    Raises:
+        InputRefused: columns that a reward needs are missing, or groups of one where they are compared.
+        UsageError: some shards only, for an estimator that looks at all of them.
+    """
+    _check_group_size(job, inputs.sampling)
+    for _, reference in inputs.rewards.functions:
+        check_columns(reference, _source_columns(inputs.rollouts))
+    return Prepared(plan=inputs, facts={"rewards": list(inputs.rewards.weights)})
+
+
+def _check_group_size(job: ScoreJob, sampling: Sampling) -> None:
+    if sampling.group_size < 2 and job.score.advantages != "none":
         raise InputRefused(
             f"{job.rollouts}: groups of size 1 have no deviation or baseline for {job.score.advantages}; "
             "sample with --group-size 2 or more, or score with --advantages none"
@@ -185,96 +189,129 @@ def _source_columns(rollouts: Artifact) -> list[str]:
     return column_names(rollouts.read_shard(0, ["source"]).schema.field("source").type)
 
 
-def _score(
-    job: ScoreJob,
-    context: Context,
-    work: Work,
-    inputs: tuple[Artifact, Artifact | None],
-    rewards: _Rewards,
-) -> StageResult:
-    rollouts, logprobs = inputs
-    writer = ArtifactWriter(url=job.out, work=work)
-    todo = writer.missing_shards(context.selected(work.num_shards))
+def compute(job: ScoreJob, inputs: ScoreInputs, writer: ArtifactWriter, context: Context) -> Facts:
+    """Score every missing shard; estimators that look at the whole batch hold all of them first.
+
+    Raises:
+        PluginFailed: rewards failed beyond the budget.
+        GateFailed: all rewards equal, or too many incomplete groups.
+    """
+    rollouts = inputs.rollouts
+    todo = writer.missing_shards(context.selected(writer.work.num_shards))
     batch_wide = job.score.advantages in BATCH_WIDE
     if batch_wide and context.shards is not None:
         raise UsageError(f"--shards: {job.score.advantages} looks at the whole batch; score it in one job")
     if batch_wide and todo:
-        todo = list(range(work.num_shards))
-    max_failures = int(job.score.error_budget * rollouts.manifest.rows.input)
+        todo = list(range(writer.work.num_shards))
     started = time.monotonic()
     with ExitStack() as stack:
-        pool = None
-        if todo:
-            iteration = int(rollouts.manifest.definition.get("iteration", 0))
-            pool = stack.enter_context(_pool(job, [reference for _, reference in rewards.functions], iteration))
+        scorer = stack.enter_context(_scorer(job, inputs, context.warm)) if todo else None
         held: list[_Scored] = []
         groups: frozenset[str] = frozenset()
         for index in context.follow(todo, "score"):
-            assert pool is not None
-            held.append(_score_shard(index, rollouts, pool, rewards, max_failures))
+            assert scorer is not None
+            held.append(scorer.shard(index))
             groups = require_whole_groups([row["group_id"] for row in held[-1].rows], rollouts, groups)
             if not batch_wide:
-                _write(job, writer, held, (rollouts, logprobs))
+                _write(job, writer, held, inputs.logprobs)
                 held.clear()
-        _write(job, writer, held, (rollouts, logprobs))
-    seconds = time.monotonic() - started
-    artifact = writer.commit(
+        _write(job, writer, held, inputs.logprobs)
+    return Facts(
         rows=lambda shards: accounting(shards, job),
         policy=rollouts.manifest.policy,
-        sampling=rollouts.manifest.sampling,
+        sampling=inputs.sampling,
         stats=lambda shards: summary(shards, job, rollouts),
-        tokens={},
-        timings={"scoring_seconds": seconds},
-        environment=environment(),
+        timings={"scoring_seconds": time.monotonic() - started},
     )
-    return finished(writer, artifact)
 
 
-def _pool(job: ScoreJob, references: Sequence[RewardReference], iteration: int) -> RewardPool:
+@contextmanager
+def _scorer(job: ScoreJob, inputs: ScoreInputs, warm: Warm) -> Iterator[_Scorer]:
+    """Start the children that call rewards; they end with the block."""
+    references = [reference for _, reference in inputs.rewards.functions]
     log_path = Path(job.out) / "_logs" / "rewards.log" if "://" not in job.out else None
-    return RewardPool(
+    with RewardPool(
         references,
         num_workers=job.runtime.reward_workers,
         timeout_seconds=job.score.timeout_seconds,
         log_path=log_path,
-        iteration=iteration,
-    )
+        iteration=int(inputs.rollouts.manifest.definition.get("iteration", 0)),
+        num_iterations=job.iterations,
+        keep_environment=job.runtime.reward_environment,
+    ) as pool:
+        yield _Scorer(job=job, inputs=inputs, warm=warm, pool=pool, texts=_prompt_texts(inputs, references))
 
 
-def _score_shard(
-    index: int,
-    rollouts: Artifact,
-    pool: RewardPool,
-    rewards: _Rewards,
-    max_failures: int,
-) -> _Scored:
-    assert rollouts.manifest.sampling is not None
-    messages = rollouts.manifest.sampling.prompt_format == "messages"
-    rows = rollouts.read_shard(index, COLUMNS).to_pylist()
-    usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
-    samples = [reward_sample(rows[number], messages) for number in usable]
-    names = [reference.name for _, reference in rewards.functions]
-    by_reward = {name: pool.score(name, samples, max_failures=max_failures) for name in names}
-    if rewards.model is not None:
-        by_reward[REWARD_MODEL] = rewards.model.outcomes(samples)
-    weights = rewards.weights
-    position = {number: place for place, number in enumerate(usable)}
-    outcomes, values = [], []
-    for number, row in enumerate(rows):
-        place = position.get(number)
-        if place is None:
-            failure = f"the rollout failed: {row['error']}"
-            outcomes.append(RewardOutcome(reward=None, status="unscorable", error=failure, seconds=0.0))
-            values.append(dict.fromkeys(weights))
-        else:
-            parts = {name: results[place] for name, results in by_reward.items()}
-            outcomes.append(combine(parts, weights))
-            values.append(_values(parts))
-    return _Scored(index=index, names=tuple(weights), rows=rows, rewards=values, outcomes=outcomes)
+def _prompt_texts(inputs: ScoreInputs, references: Sequence[RewardReference]) -> Callable[[Sequence[int]], str] | None:
+    """Return what turns prompt ids into the text that the model saw, where a reward is given that; else None.
+
+    Raises:
+        InputRefused: the policy that sampled is gone, or has another tokenizer now.
+    """
+    if inputs.sampling.prompt_format == "text" or all(r.signature != "openrlhf" for r in references):
+        return None
+    from grpoctl.engines.tokenizer import load_tokenizer
+
+    sampled = inputs.rollouts.manifest.policy
+    assert sampled is not None
+    policy = open_policy(sampled.ref)
+    require_same_tokenizer(policy, sampled.tokenizer_digest, inputs.rollouts.url)
+    return load_tokenizer(policy.folder, policy.ref).decode_whole
 
 
-def reward_sample(row: Mapping[str, Any], messages: bool) -> RewardSample:
-    """Return what a reward sees of a rollouts row; `messages` tells that the prompt column is JSON of a message list."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scorer:
+    """What scores the rows of a shard."""
+
+    job: ScoreJob
+    inputs: ScoreInputs
+    warm: Warm
+    pool: RewardPool
+    texts: Callable[[Sequence[int]], str] | None
+
+    def shard(self, index: int) -> _Scored:
+        """Return a shard's rows with their outcomes."""
+        rewards = self.inputs.rewards
+        messages = self.inputs.sampling.prompt_format == "messages"
+        rows = self.inputs.rollouts.read_shard(index, COLUMNS).to_pylist()
+        usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
+        samples = [reward_sample(rows[number], messages, self.texts) for number in usable]
+        by_reward = self._outcomes(samples)
+        position = {number: place for place, number in enumerate(usable)}
+        outcomes: list[RewardOutcome] = []
+        values: list[dict[str, float | None]] = []
+        for number, row in enumerate(rows):
+            place = position.get(number)
+            if place is None:
+                failure = f"the rollout failed: {row['error']}"
+                outcomes.append(RewardOutcome(reward=None, status="unscorable", error=failure, seconds=0.0))
+                values.append(dict.fromkeys(rewards.weights))
+            else:
+                parts = {name: results[place] for name, results in by_reward.items()}
+                outcomes.append(combine(parts, rewards.weights))
+                values.append(_values(parts))
+        return _Scored(index=index, names=tuple(rewards.weights), rows=rows, rewards=values, outcomes=outcomes)
+
+    def _outcomes(self, samples: Sequence[RewardSample]) -> dict[str, list[RewardOutcome]]:
+        rewards = self.inputs.rewards
+        most = int(self.job.score.error_budget * self.inputs.rollouts.manifest.rows.input)
+        names = [reference.name for _, reference in rewards.functions]
+        found = {name: self.pool.score(name, samples, max_failures=most) for name in names}
+        if rewards.model is not None:
+            found[REWARD_MODEL] = rewards.model.outcomes(samples, self.warm)
+        return found
+
+
+def reward_sample(
+    row: Mapping[str, Any], messages: bool, text_of: Callable[[Sequence[int]], str] | None = None
+) -> RewardSample:
+    """Return what a reward sees of a rollouts row.
+
+    Args:
+        row: its columns
+        messages: the prompt column is JSON of a message list
+        text_of: turns prompt ids into the text that the model saw, for rewards that are given that
+    """
     source = {name: value for name, value in (row["source"] or {}).items() if name != ROW_FIELD}
     return RewardSample(
         sample_id=row["sample_id"],
@@ -284,6 +321,7 @@ def reward_sample(row: Mapping[str, Any], messages: bool) -> RewardSample:
         completion_ids=row["completion_ids"],
         finish_reason=row["finish_reason"],
         source=source,
+        prompt_text=None if text_of is None else text_of(row["prompt_ids"]),
     )
 
 
@@ -315,12 +353,9 @@ def combine(parts: Mapping[str, RewardOutcome], weights: Mapping[str, float]) ->
     return RewardOutcome(reward=float(sum(scored)), status="ok", error=None, seconds=seconds)
 
 
-def _write(
-    job: ScoreJob, writer: ArtifactWriter, held: Sequence[_Scored], inputs: tuple[Artifact, Artifact | None]
-) -> None:
+def _write(job: ScoreJob, writer: ArtifactWriter, held: Sequence[_Scored], logprobs: Artifact | None) -> None:
     if not held:
         return
-    _, logprobs = inputs
     rows = [row for scored in held for row in scored.rows]
     outcomes = [outcome for scored in held for outcome in scored.outcomes]
     rewards = np.array([np.nan if o.reward is None else o.reward for o in outcomes], dtype=np.float64)
@@ -389,8 +424,7 @@ def _table(scored: _Scored, values: Any, num_scored: Any, by_token: Sequence[Any
         "token_advantages": list(by_token),
         "num_scored_in_group": [int(count) for count in num_scored],
     }
-    schema = SCORES.arrow_schema({"rewards": kind})
-    return pa.table({field.name: pa.array(columns[field.name], type=field.type) for field in schema}, schema=schema)
+    return SCORES.build(columns, {"rewards": kind})
 
 
 def _stats(scored: _Scored, values: Any, groups: Any, dropped: set[int]) -> dict[str, Any]:
@@ -409,3 +443,15 @@ def _stats(scored: _Scored, values: Any, groups: Any, dropped: set[int]) -> dict
         "num_dropped_groups": len(dropped & set(map(int, groups))),
         "num_signal_groups": len(signal),
     }
+
+
+STAGE = Stage(
+    name="score",
+    job=ScoreJob,
+    table=SCORES,
+    reads=lambda job: (job.rollouts, job.logprobs),
+    open=open_inputs,
+    define=define,
+    prepare=prepare,
+    compute=compute,
+)

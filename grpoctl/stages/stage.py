@@ -1,36 +1,38 @@
-"""What stages share: results, shard selection, progress, stopping, and models kept warm between stages of one process."""
+"""A stage as a value, and the one runner of all of them.
+
+A stage opens its inputs, says what defines its result, prepares the work and does it. Everything around that is done here,
+once: overlapping paths, work that is committed already, dry runs, several processes, the commit.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-import signal
-import sys
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, committed
+from grpoctl.artifacts.manifest import Parent, PolicyIdentity, RowAccounting, Sampling, Shard
 from grpoctl.artifacts.storage import check_writable, locate
-from grpoctl.errors import InputRefused, Interrupted, UsageError
-from grpoctl.inputs.policies import Policy
-from grpoctl.inputs.reward_models import RewardModelFolder
-from grpoctl.processes import launcher as launched
-from grpoctl.processes.memory import memory_errors
-from grpoctl.processes.ranks import ALONE, Ranks, join
+from grpoctl.artifacts.tables import Table
+from grpoctl.engines.registry import training_engine
+from grpoctl.errors import InputRefused, UsageError
+from grpoctl.inputs.policies import PolicyFolder
+from grpoctl.processes import launcher
+from grpoctl.processes.local_ranks import run_ranks
+from grpoctl.processes.ranks import ALONE, Ranks
+from grpoctl.settings.fields import Flag
+from grpoctl.settings.jobs import Job, PipelineConfig
 from grpoctl.settings.runtime import RuntimeConfig
+from grpoctl.stages.context import Context
 
-log = logging.getLogger("grpoctl")
-Item = TypeVar("Item")
 PACKAGES: Final = ("torch", "transformers", "vllm", "deepspeed", "megatron-core", "mbridge", "peft", "pyarrow", "numpy")
-PROGRESS_SECONDS: Final = 30.0
-WARM_MODELS: Final = 2
-"""Models kept in memory: the policy and the reference."""
+JobT = TypeVar("JobT", bound=Job)
+InputsT = TypeVar("InputsT")
+PlanT = TypeVar("PlanT")
+Shards = Sequence[Shard]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,198 +53,219 @@ class StageResult:
     artifact: Artifact | None
     facts: dict[str, Any]
 
+    def record(self) -> dict[str, Any]:
+        """Return the result as the record that `--json` prints."""
+        record: dict[str, Any] = {"stage": self.stage, "out": self.out, "state": self.state, "exit_code": 0}
+        if self.artifact is not None:
+            manifest = self.artifact.manifest
+            record |= {"fingerprint": manifest.fingerprint, "content_digest": manifest.content_digest}
+            record["rows"] = manifest.rows.model_dump()
+        return {**record, "facts": self.facts}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRange:
-    """`--shards A-B/N`: this process writes shards A to B of N, both counted from 0 and included."""
+class Definition:
+    """What a stage's result is made of.
 
-    first: int
-    last: int
-    total: int
+    Args:
+        values: what the fingerprint is taken over
+        parents: the artifacts read
+        num_shards: parts of the result
+        config: the job as the manifest keeps it, where that isn't the job as it is
+    """
 
-    @staticmethod
-    def parse(text: str) -> ShardRange:
-        """Read `A-B/N` or `A/N`.
-
-        Raises:
-            UsageError: anything else, or numbers out of range.
-        """
-        left, separator, total = text.partition("/")
-        first, dash, last = left.partition("-")
-        numbers = [first, last if dash else first, total]
-        if not separator or not all(number.isdigit() for number in numbers):
-            raise UsageError(f"--shards {text}: expected A-B/N, as in 0-3/16")
-        result = ShardRange(first=int(numbers[0]), last=int(numbers[1]), total=int(numbers[2]))
-        if not result.first <= result.last < result.total:
-            raise UsageError(f"--shards {text}: expected 0 ≤ A ≤ B < N")
-        return result
-
-    def indices(self, num_shards: int) -> list[int]:
-        """Return the selected shard numbers of a plan.
-
-        Raises:
-            UsageError: the plan has another number of shards.
-        """
-        if self.total != num_shards:
-            raise UsageError(f"--shards …/{self.total}: this work has {num_shards} shards; write …/{num_shards}")
-        return list(range(self.first, self.last + 1))
+    values: Mapping[str, Any]
+    parents: Sequence[Parent] = ()
+    num_shards: int = 1
+    config: Mapping[str, Any] | None = None
 
 
-class StopFlag:
-    """Turns SIGTERM and SIGINT into a request that stages look at between shards and steps; the second one is immediate."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Generic[PlanT]):
+    """Work that nothing stands in the way of: what is to be computed, and what a dry run says of it."""
 
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-
-    def install(self) -> None:
-        """Catch both signals; only possible on the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_signal)
-            signal.signal(signal.SIGINT, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_number is not None:
-            raise Interrupted("stopped at once; finished shards are kept, rerun to continue", signal_number=number)
-        self.signal_number = number
-        if not launched.has_speaker():
-            print("stopping after the current shard; once more to stop at once", file=sys.stderr)
-
-    def check(self) -> None:
-        """Raise Interrupted where a signal came."""
-        if self.signal_number is not None:
-            raise Interrupted("stopped; finished shards are kept, rerun to continue", signal_number=self.signal_number)
+    plan: PlanT
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    out: str | None = None
+    """What will be written, where that isn't the job's output as it stands."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Context:
-    """One process's surroundings: stop flag, shard selection, dry run, and warm models."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a stage knows of its result when all is written; a callable takes the committed shards.
 
-    stop: StopFlag = field(default_factory=StopFlag)
-    shards: ShardRange | None = None
-    dry_run: bool = False
-    quiet: bool = False
-    models: OrderedDict[tuple[str, str, str], Any] = field(default_factory=OrderedDict)
-    reward_models: dict[tuple[str, str, str], Any] = field(default_factory=dict)
-    trainers: dict[str, Any] = field(default_factory=dict)
-    samplers: dict[str, Any] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-    ranks: Ranks = ALONE
+    Args:
+        then: called with the committed artifact
+        out: what was written, where that isn't the job's output as it stands
+    """
 
-    def join(self, runtime: RuntimeConfig) -> Ranks:
-        """Return this process's place among those that run the stage, connected to the others."""
-        self.ranks = join(runtime.device)
-        return self.ranks
-
-    def tell_once(self, message: str) -> None:
-        """Say something on stderr, once in the life of this process."""
-        if message not in self.told:
-            self.told.add(message)
-            log.info("%s", message)
-
-    def selected(self, num_shards: int) -> list[int]:
-        """Return the shards that this process is to write."""
-        return list(range(num_shards)) if self.shards is None else self.shards.indices(num_shards)
-
-    def megatron_model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig) -> Any:
-        """Return this process's share of the policy's Megatron model, loaded once for each weights digest.
-
-        Raises:
-            TryAgain: the device has no memory for it.
-        """
-        from grpoctl.engines.megatron.model import load_megatron
-        from grpoctl.engines.tokenizer import load_tokenizer
-
-        set_threads(runtime)
-        key = (policy.weights_digest, f"megatron {dtype}", runtime.device)
-        if key not in self.models:
-            self.models[key] = load_megatron(
-                policy.folder,
-                ref=policy.ref,
-                vocab_size=load_tokenizer(policy.folder, policy.ref).vocab_size,
-                device=runtime.device,
-                dtype=dtype,
-                tensor_parallel_size=runtime.megatron.tensor_parallel_size,
-                ranks=self.ranks,
-            )
-        return self.models[key]
-
-    def model(self, policy: Policy, *, dtype: str, runtime: RuntimeConfig, device: str | None = None) -> Any:
-        """Return the policy's whole model, loaded once for each weights digest, on the device or on runtime's.
-
-        Raises:
-            TryAgain: the device has no memory for it.
-        """
-        from grpoctl.engines.tokenizer import load_tokenizer
-        from grpoctl.engines.torch.model import load_policy
-
-        set_threads(runtime)
-        key = (policy.weights_digest, dtype, runtime.device)
-        if key not in self.models:
-            size = load_tokenizer(policy.folder, policy.ref).vocab_size
-            with memory_errors("loading the model", "take another device, or more of them"):
-                place = device or runtime.device
-                loaded = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device=place, dtype=dtype)
-            self.models[key] = loaded
-            while len(self.models) > WARM_MODELS:
-                self.models.popitem(last=False)
-        self.models.move_to_end(key)
-        return self.models[key]
-
-    def reward_model(self, model: RewardModelFolder, *, dtype: str, runtime: RuntimeConfig) -> Any:
-        """Return a reward model, loaded once for each weights digest; one is kept.
-
-        Raises:
-            TryAgain: the device has no memory for it.
-        """
-        from grpoctl.engines.tokenizer import load_tokenizer
-        from grpoctl.engines.value_head.model import load_reward_model
-
-        set_threads(runtime)
-        key = (model.weights_digest, dtype, runtime.device)
-        if key not in self.reward_models:
-            self.reward_models.clear()
-            size = load_tokenizer(model.folder, model.ref).context_tokens
-            with memory_errors("loading the reward model", "take another device"):
-                self.reward_models[key] = load_reward_model(
-                    model.folder, ref=model.ref, device=runtime.device, dtype=dtype, context_tokens=size
-                )
-        return self.reward_models[key]
-
-    def follow(self, items: Sequence[Item], label: str) -> Iterator[Item]:
-        """Yield items, checking for a stop request before each and telling progress on stderr."""
-        started = told = time.monotonic()
-        for number, item in enumerate(_with_bar(items, label, quiet=self.quiet)):
-            with self.ranks.agreed():  # a signal to one process stops all of them, before the same item
-                self.stop.check()
-            yield item
-            now = time.monotonic()
-            if not sys.stderr.isatty() and now - told >= PROGRESS_SECONDS:
-                told = now
-                rate = (number + 1) / (now - started)
-                left = (len(items) - number - 1) / rate
-                log.info("%s %d/%d, %.2f/s, %.0f s left", label, number + 1, len(items), rate, left)
+    stats: dict[str, Any] | Callable[[Shards], dict[str, Any]]
+    rows: RowAccounting | Callable[[Shards], RowAccounting] | None = None
+    policy: PolicyIdentity | None = None
+    reference: PolicyIdentity | None = None
+    sampling: Sampling | None = None
+    tokens: dict[str, int] | Callable[[Shards], dict[str, int]] = field(default_factory=dict[str, int])
+    timings: dict[str, float] = field(default_factory=dict[str, float])
+    then: Callable[[Artifact], None] = lambda artifact: None
+    out: str | None = None
 
 
-def _with_bar(items: Sequence[Item], label: str, *, quiet: bool) -> Iterable[Item]:
-    if quiet or not sys.stderr.isatty() or len(items) < 2:
-        return items
-    from rich.console import Console
-    from rich.progress import track
+def _committed_artifact(job: Job, inputs: Any, work: Work, context: Context) -> StageResult | None:
+    """Return the result of work that is committed already, or None where it can be written.
 
-    return track(items, description=label, console=Console(stderr=True), transient=True)
+    Raises:
+        Conflict: other work is committed there.
+        InputRefused: nothing can be written there.
+    """
+    artifact = committed(job.output, work)
+    if artifact is None:
+        check_writable(locate(job.output))
+        return None
+    stats = dict(artifact.manifest.stats)
+    return StageResult(stage=work.stage, out=job.output, state="already_done", artifact=artifact, facts=stats)
 
 
-def set_threads(runtime: RuntimeConfig) -> None:
-    """Apply runtime.num_threads."""
-    if runtime.num_threads is not None:
-        import torch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(Generic[JobT, InputsT, PlanT]):
+    """A batch job over files.
 
-        torch.set_num_threads(runtime.num_threads)
+    Args:
+        name: its command
+        job: inputs, output and settings
+        table: of its artifact; None for a stage that writes something else and brings an `already` of its own
+        reads: the places that a job reads, which its output must not overlap
+        open: opens the inputs and refuses them; no torch
+        define: says what the result is made of
+        prepare: looks at everything that can go wrong before the work starts; the last thing that a dry run does
+        compute: does the work; on several ranks all of them call it and the first one's facts count
+        already: returns the result where this very work was done before
+        engine: the training engine whose processes share the stage, by the job; None for a stage of one process
+        needed: whether a pipeline's iterations have it
+    """
+
+    name: str
+    job: type[JobT]
+    table: Table | None
+    reads: Callable[[JobT], Sequence[str | None]]
+    open: Callable[[JobT], InputsT]
+    define: Callable[[JobT, InputsT], Definition]
+    prepare: Callable[[JobT, InputsT, Context], Prepared[PlanT]]
+    compute: Callable[[JobT, PlanT, ArtifactWriter, Context], Facts]
+    already: Callable[[JobT, InputsT, Work, Context], StageResult | None] = _committed_artifact
+    engine: Callable[[JobT], str] | None = None
+    needed: Callable[[PipelineConfig], bool] = lambda config: True
+
+
+def run(stage: Stage[JobT, InputsT, PlanT], job: JobT, context: Context) -> StageResult:
+    """Run a stage; every stage of every command, pipeline and interpreter comes through here.
+
+    Raises:
+        UsageError: settings or flags that can't be used.
+        InputRefused: inputs that don't fit, or a place that can't be written.
+        GateFailed: a check on the numbers failed.
+        Conflict: other work is committed at the output.
+        PluginFailed: a user's function failed beyond its budget.
+        TryAgain: a passing fault; finished shards are kept.
+    """
+    ranks = context.join(job.runtime) if stage.engine else ALONE
+    with ranks.agreed():  # every rank reads the same files
+        prepared, work = _prepare(stage, job, context)
+    if isinstance(prepared, StageResult):
+        return prepared
+    if stage.engine and needs_group(stage.engine(job), job.runtime):
+        words = [*_words(job), *([] if context.shards is None else ["--shards", str(context.shards)])]
+        answer = run_ranks(stage.name, words, job.runtime.num_processes, stop=context.stop)
+        return result_of(answer, artifact=committed(job.output, work))
+    writer = ArtifactWriter(url=job.output, work=work)
+    with ranks.lost_peers():
+        facts = stage.compute(job, prepared.plan, writer, context)
+        with ranks.agreed():
+            if ranks.is_first:
+                return _finish(stage, job, writer, facts)
+    return StageResult(stage=stage.name, out=job.output, state="done", artifact=None, facts={})
+
+
+def _prepare(
+    stage: Stage[JobT, InputsT, PlanT], job: JobT, context: Context
+) -> tuple[Prepared[PlanT] | StageResult, Work]:
+    check_outside(job, *stage.reads(job))
+    inputs = stage.open(job)
+    definition = stage.define(job, inputs)
+    work = Work(
+        stage=stage.name,
+        table=stage.table,
+        definition=definition.values,
+        config=job.model_dump(mode="json") if definition.config is None else definition.config,
+        parents=definition.parents,
+        num_shards=definition.num_shards,
+    )
+    done = stage.already(job, inputs, work, context)
+    if done is not None:
+        return done, work
+    prepared = stage.prepare(job, inputs, context)
+    if not context.dry_run:
+        return prepared, work
+    known = {} if stage.table is None else {"fingerprint": work.fingerprint, "num_shards": work.num_shards}
+    facts = {**known, **prepared.facts}
+    out = prepared.out or job.output
+    return StageResult(stage=stage.name, out=out, state="planned", artifact=None, facts=facts), work
+
+
+def _finish(stage: Stage[JobT, InputsT, PlanT], job: JobT, writer: ArtifactWriter, facts: Facts) -> StageResult:
+    """Commit what was written; partial while other processes' shards are missing."""
+    if stage.table is None:
+        assert not callable(facts.stats)
+        return StageResult(
+            stage=stage.name, out=facts.out or job.output, state="done", artifact=None, facts=facts.stats
+        )
+    names = ("rows", "policy", "reference", "sampling", "stats", "tokens", "timings")
+    artifact = writer.commit(**{name: getattr(facts, name) for name in names}, environment=environment())
+    if artifact is None:
+        missing = {"missing_shards": writer.missing_shards()}
+        return StageResult(stage=stage.name, out=job.output, state="partial", artifact=None, facts=missing)
+    facts.then(artifact)
+    stats = dict(artifact.manifest.stats)
+    return StageResult(stage=stage.name, out=job.output, state="done", artifact=artifact, facts=stats)
+
+
+def result_of(record: Mapping[str, Any], *, artifact: Artifact | None) -> StageResult:
+    """Return the result that another process of ours has told as a record."""
+    return StageResult(
+        stage=record["stage"], out=record["out"], state=record["state"], artifact=artifact, facts=record["facts"]
+    )
+
+
+def needs_group(engine: str, runtime: RuntimeConfig) -> bool:
+    """Return whether processes have to be started: several are asked for, or the engine runs in a group only."""
+    return not launcher.is_launched() and (runtime.num_processes > 1 or training_engine(engine).needs_group)
+
+
+def data_parallel_ranks(engine: str, runtime: RuntimeConfig, ranks: Ranks) -> Ranks:
+    """Return the processes among which rows are dealt: those that share a copy of the model are one.
+
+    Raises:
+        UsageError: the processes can't be divided into such blocks.
+    """
+    size = training_engine(engine).ranks_per_copy(runtime)
+    if ranks.world_size % size:
+        raise UsageError(
+            f"runtime.megatron.tensor_parallel_size: {size} doesn't divide the {ranks.world_size} processes "
+            "(runtime.num_processes, or those that the launcher started)"
+        )
+    return ranks.in_blocks(size)
+
+
+def _words(job: Job) -> list[str]:
+    """Return the arguments that say the whole job, so that neither files nor variables are read again."""
+    words: list[str] = []
+    for name, value in job.model_dump(mode="json").items():
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return words
 
 
 def environment() -> dict[str, str]:
     """Return the versions of the packages that compute."""
-    found = {}
+    found: dict[str, str] = {}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -251,56 +274,25 @@ def environment() -> dict[str, str]:
     return found
 
 
-def already_done(out: str, work: Work) -> StageResult | None:
-    """Return the result of work that is committed already, or None where it can be written.
-
-    Raises:
-        Conflict: other work is committed there.
-        InputRefused: nothing can be written there.
-    """
-    artifact = committed(out, work)
-    if artifact is None:
-        check_writable(locate(out))
-        return None
-    return StageResult(
-        stage=work.stage, out=out, state="already_done", artifact=artifact, facts=dict(artifact.manifest.stats)
-    )
-
-
-def planned(out: str, work: Work, **facts: Any) -> StageResult:
-    """Return the result of a dry run."""
-    details = {"fingerprint": work.fingerprint, "num_shards": work.num_shards, **facts}
-    return StageResult(stage=work.stage, out=out, state="planned", artifact=None, facts=details)
-
-
-def finished(writer: ArtifactWriter, artifact: Artifact | None) -> StageResult:
-    """Return the result of a stage that wrote its shards; partial while other processes' shards are missing."""
-    work = writer.work
-    if artifact is None:
-        facts = {"missing_shards": writer.missing_shards()}
-        return StageResult(stage=work.stage, out=writer.url, state="partial", artifact=None, facts=facts)
-    facts = dict(artifact.manifest.stats)
-    return StageResult(stage=work.stage, out=writer.url, state="done", artifact=artifact, facts=facts)
-
-
-def check_outside(out: str, *inputs: str | None, flag: str = "--out") -> None:
+def check_outside(job: Job, *inputs: str | None) -> None:
     """Refuse an output that lies inside an input, or the other way round.
 
     Raises:
         UsageError: they overlap.
     """
-    ours = _absolute(out) + "/"
+    ours = _absolute(job.output) + "/"
+    flag = next(str(m) for m in type(job).model_fields[job.output_field].metadata if isinstance(m, Flag))
     for given in inputs:
         theirs = _absolute(given or "") + "/"
         if given and (ours.startswith(theirs) or theirs.startswith(ours)):
-            raise UsageError(f"{flag} {out}: overlaps the input {given}; choose another folder")
+            raise UsageError(f"{flag} {job.output}: overlaps the input {given}; choose another folder")
 
 
 def _absolute(url: str) -> str:
     return url.rstrip("/") if "://" in url else os.path.realpath(url)
 
 
-def require_same_tokenizer(policy: Policy, digest: str, where: str) -> None:
+def require_same_tokenizer(policy: PolicyFolder, digest: str, where: str) -> None:
     """Refuse a policy whose tokenizer isn't the one that the rollouts were made with.
 
     Raises:

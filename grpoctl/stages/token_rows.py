@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from grpoctl.artifacts.artifact import Artifact
@@ -31,7 +32,7 @@ class TokenRows:
         group_ids: (B), groups standing together
         prompt_ids: (B) ids
         completion_ids: (B) ids; empty where the row failed
-        masks: (B) bool by token
+        completion_masks: (B) bool by token
         rollout_logprobs: (B) nats by token; None where the row failed
     """
 
@@ -39,7 +40,7 @@ class TokenRows:
     group_ids: list[str]
     prompt_ids: list[TokenIds]
     completion_ids: list[TokenIds]
-    masks: list[np.ndarray]
+    completion_masks: list[npt.NDArray[np.bool_]]
     rollout_logprobs: list[FloatVector | None]
 
 
@@ -79,7 +80,7 @@ def token_rows(table: pa.Table, rollouts: Artifact, *, vocab_size: int) -> Token
         group_ids=group_ids,
         prompt_ids=prompts,
         completion_ids=completions,
-        masks=masks,
+        completion_masks=masks,
         rollout_logprobs=[None if failed[row] else values for row, values in enumerate(logprobs)],
     )
 

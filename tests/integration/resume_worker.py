@@ -83,7 +83,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     ranks = join("cpu")
     data = training_rows()
-    starts = ranks.share(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+    starts = ranks.broadcast(sorted(path.name for path in folder.iterdir() if path.is_dir()))
     found: dict[str, float] = {}
     for engine in ENGINES:
         with tempfile.TemporaryDirectory() as scratch:
@@ -108,7 +108,7 @@ def main() -> None:
                 if ranks.is_first:
                     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
                         shutil.copy(BUILTIN / "tiny" / name, mine / "policy")
-                ranks.share(None)
+                ranks.broadcast(None)
         for start in sorted({*starts, mine.name}):
             with tempfile.TemporaryDirectory() as scratch:
                 second = trainer(engine, ranks, Path(scratch), folder / start)

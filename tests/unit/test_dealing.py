@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpoctl.engines.base import Unit, padded_width
-from grpoctl.engines.micro_batches import deal, dealt_chunks
+from grpoctl.engines.micro_batches import deal, deal_micro_batches
 from grpoctl.processes.ranks import Ranks
 
 POLICY = SimpleNamespace(shares_prompts=True, max_shared_tokens=None)
@@ -25,7 +25,7 @@ def test_every_row_is_dealt_once_and_every_rank_runs_as_many_forwards(
     prompts = [np.full(3 + i // 4, 7, dtype=np.int32) for i in range(len(lengths))]
     completions = [np.zeros(length, dtype=np.int32) for length in lengths]
     dealt = [
-        dealt_chunks(prompts, completions, policy=POLICY, budget=budget, ranks=Ranks(rank=i, world_size=num_ranks))
+        deal_micro_batches(prompts, completions, policy=POLICY, budget=budget, ranks=Ranks(rank=i, world_size=num_ranks))
         for i in range(num_ranks)
     ]
     assert len({len(chunks) for chunks in dealt}) == 1
@@ -41,7 +41,7 @@ def test_every_row_is_dealt_once_and_every_rank_runs_as_many_forwards(
 def test_one_row_on_two_ranks_leaves_the_second_with_padding() -> None:
     row = ([np.array([1], dtype=np.int32)], [np.array([2, 3], dtype=np.int32)])
     first, second = (
-        dealt_chunks(*row, policy=POLICY, budget=100, ranks=Ranks(rank=rank, world_size=2)) for rank in (0, 1)
+        deal_micro_batches(*row, policy=POLICY, budget=100, ranks=Ranks(rank=rank, world_size=2)) for rank in (0, 1)
     )
     assert [chunk.counts for chunk in first] == [True]
     assert [chunk.counts for chunk in second] == [False]

@@ -10,21 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from grpoctl.engines.base import OptimizerSettings, Unit
+from grpoctl.engines.base import OptimizerSettings
 from grpoctl.engines.deepspeed.adam import deepspeed_adam
-from grpoctl.engines.forward import PackedForward, unit_logprobs
+from grpoctl.engines.forward import PackedForward
 from grpoctl.engines.optimizer_state import MOMENTS, read_state, write_state
 from grpoctl.engines.policy_export import whole_tensors, write_policy
-from grpoctl.engines.tokenizer import require
 from grpoctl.engines.torch.adamw import torch_adamw
-from grpoctl.engines.torch.model import Policy, pick_device
+from grpoctl.engines.torch.model import TorchPolicy, pick_device
+from grpoctl.extras import require
 from grpoctl.processes.ranks import Ranks
 
 NORM_METHOD: Final = {1: "scaled_global_norm", 2: "scaled_global_norm", 3: "_get_norm_groups"}
@@ -38,7 +38,7 @@ class DeepSpeedTrainer:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: TorchPolicy,
         settings: OptimizerSettings,
         config: Mapping[str, Any],
         ranks: Ranks,
@@ -84,12 +84,6 @@ class DeepSpeedTrainer:
 
         setattr(self._optimizer, name, watched)
 
-    def logprobs(
-        self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
-        return unit_logprobs(self.policy, units, temperature=temperature, with_entropy=with_entropy)
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a scalar loss; the last one of a step completes the sum over ranks."""
         self._engine.set_gradient_accumulation_boundary(last)
@@ -128,7 +122,7 @@ class DeepSpeedTrainer:
 
         self._link_states()
         taken = [int(state["step"]) for state in self._states.values() if state]
-        count = max(self.ranks.gather(max(taken, default=0)))
+        count = max(self.ranks.all_gather(max(taken, default=0)))
         names = self._parameters if count else {}
 
         def moment(name: str, kind: str) -> Tensor:
@@ -237,7 +231,7 @@ def _deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names that it still uses
-    require("deepspeed", "deepspeed")
+    require("deepspeed")
     import deepspeed
     import deepspeed.ops
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
 from grpoctl.engines.tokenizer import Tokenizer
-from grpoctl.engines.torch.model import Policy
+from grpoctl.engines.torch.model import TorchPolicy
 
 
 class _Draw(LogitsProcessor):
@@ -64,7 +64,7 @@ class HfSampler:
 
     reproducible = True
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, *, batch_size: int) -> None:
+    def __init__(self, policy: TorchPolicy, tokenizer: Tokenizer, *, batch_size: int) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.batch_size = batch_size

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from torch import Tensor
 
-from grpoctl.engines.tokenizer import require
 from grpoctl.errors import InputRefused
+from grpoctl.extras import require
 
 MODEL_TYPES: Final = ("llama", "qwen2", "qwen3")
 """Architectures whose layers Megatron's local specification computes."""
@@ -71,7 +71,7 @@ class Mbridge:
         Raises:
             InputRefused: an architecture, or a variant of one, that isn't computed.
         """
-        require("mbridge", "megatron")
+        require("mbridge")
         refuse_variants(config, ref)
         self._bridge: Any = _local_bridge(config.model_type)(
             config, dtype=torch.float32, make_vocab_size_divisible_by=tensor_parallel_size

@@ -20,9 +20,10 @@ from grpoctl.engines.base import Unit
 from grpoctl.engines.forward import LEAST_POSITIONS, Packed, unit_logprobs
 from grpoctl.engines.megatron.bridge import Mbridge, WeightBridge, scattered
 from grpoctl.engines.megatron.head import vocab_parallel_logprobs
-from grpoctl.engines.tokenizer import require
-from grpoctl.engines.torch.model import PROBE_TOLERANCE, load_policy, pick_device
+from grpoctl.engines.proof import FORWARD_LIMIT
+from grpoctl.engines.torch.model import load_policy, pick_device
 from grpoctl.errors import InputRefused, UsageError
+from grpoctl.extras import require
 from grpoctl.inputs.policies import weight_files
 from grpoctl.processes.memory import memory_errors
 from grpoctl.processes.ranks import Ranks
@@ -57,6 +58,11 @@ class MegatronPolicy:
     shares_prompts: bool = True
     max_shared_tokens: int | None = None
     adapters: None = None
+
+    @property
+    def forward(self) -> Any:
+        """The forward around Megatron's layers."""
+        return self.runner
 
     def names(self) -> dict[str, list[str]]:
         """Return the Hugging Face tensors of every parameter."""
@@ -137,7 +143,7 @@ def load_megatron(
         InputRefused: an architecture that Megatron's plain layers don't compute, or tensors that don't fit it.
         UsageError: the model can't be cut into that many parts.
     """
-    require("megatron", "megatron")
+    require("megatron")
     from transformers import AutoConfig
 
     warnings.filterwarnings("ignore", module=r"megatron|mbridge")  # of CUDA packages that plain layers don't need
@@ -243,8 +249,8 @@ def _check(policy: MegatronPolicy, folder: Path, ref: str, ranks: Ranks) -> None
         plain = load_policy(folder, ref=ref, vocab_size=policy.vocab_size, device="cpu", dtype="float32")
         expected, _ = unit_logprobs(plain, [unit], temperature=1.0)
         gap = float((found.cpu() - expected).abs().max())
-        if not gap <= PROBE_TOLERANCE:
+        if not gap <= FORWARD_LIMIT:
             raise InputRefused(
                 f"{ref}: Megatron's log-probabilities differ by {gap:.3g} nats from transformers', limit "
-                f"{PROBE_TOLERANCE}; use engine torch"
+                f"{FORWARD_LIMIT}; use engine torch"
             )

@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from grpoctl.engines.base import OptimizerSettings, Unit
-from grpoctl.engines.forward import unit_logprobs
+from grpoctl.engines.base import OptimizerSettings
 from grpoctl.engines.megatron.bridge import gathered, scattered
 from grpoctl.engines.megatron.model import MegatronPolicy
 from grpoctl.engines.optimizer_state import MOMENTS, read_state, write_state
@@ -40,12 +39,6 @@ class MegatronTrainer:
         self._parameters: dict[str, Any] = dict(policy.module.named_parameters())
         self._names = policy.names()
         self._optimizer = torch_adamw(list(self._parameters.values()), settings)
-
-    def logprobs(
-        self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
-        return unit_logprobs(self.policy, units, temperature=temperature, with_entropy=with_entropy)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a scalar loss; the last one of a step completes the sums over ranks."""

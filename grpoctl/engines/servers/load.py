@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from grpoctl.engines.proof import MAX_GAPS, Gap, gap_between
+from grpoctl.engines.proof import LIMITS, Gap, Probe, gap_between
 from grpoctl.engines.servers.link import Link
 from grpoctl.engines.servers.protocol import ServerFacts
-from grpoctl.engines.servers.verify import Canary, answers, connect, verify
+from grpoctl.engines.servers.verify import answers, connect, verify
 from grpoctl.errors import GateFailed, InputRefused
 
 LOAD_SECONDS: Final = 1800.0
@@ -19,7 +19,7 @@ HINTS: Final = {"vllm": " (on a CPU, vLLM keeps the old output embedding of mode
 
 
 async def load_policy_into(
-    link: Link, eos_ids: Sequence[int], folder: Path, version: str, canary: Canary, *, unchanged: bool = False
+    link: Link, eos_ids: Sequence[int], folder: Path, version: str, probe: Probe, *, unchanged: bool = False
 ) -> Gap:
     """Load a folder into a server and check that it answers like it; return the gap.
 
@@ -34,23 +34,23 @@ async def load_policy_into(
         ServerLost, ServerBusy: it can't be reached.
     """
     server = await connect(link, eos_ids)
-    canary = _for_dtype(canary, server.facts)
-    before = await answers(link, server, canary)
-    if server.facts.weight_version == version and gap_between(before, canary.logprobs).within(canary.limits):
-        return await verify(link, server, canary)
+    probe = _for_dtype(probe, server.facts)
+    before = await answers(link, server, probe)
+    if server.facts.weight_version == version and gap_between(before, probe.logprobs).within(probe.limits):
+        return await verify(link, server, probe)
     try:
         await server.load(link.within(LOAD_SECONDS), folder, version)
     except InputRefused as error:
         raise GateFailed(
-            f"{error}; {link.url} isn't known to hold {canary.policy}, CURRENT stays where it was"
+            f"{error}; {link.url} isn't known to hold {probe.policy}, CURRENT stays where it was"
         ) from error
     server = await connect(link, eos_ids)
-    after = await answers(link, server, canary)
-    gap = gap_between(after, canary.logprobs)
-    if not gap.within(canary.limits):
+    after = await answers(link, server, probe)
+    gap = gap_between(after, probe.logprobs)
+    if not gap.within(probe.limits):
         raise GateFailed(
-            f"{link.url}: after loading {folder} it answers with other weights than {canary.policy} (gap {gap}; largest "
-            f"allowed {MAX_GAPS[canary.limits]}){HINTS.get(server.facts.program, '')}; restart it on that folder, "
+            f"{link.url}: after loading {folder} it answers with other weights than {probe.policy} (gap {gap}; largest "
+            f"allowed {LIMITS[probe.limits].max}){HINTS.get(server.facts.program, '')}; restart it on that folder, "
             "CURRENT stays where it was"
         )
     if after == before and not unchanged and Path(server.facts.model) != folder:
@@ -61,12 +61,12 @@ async def load_policy_into(
     if server.facts.weight_version not in (None, version):
         raise GateFailed(f"{link.url}: says it holds weights {server.facts.weight_version}, was given {version}")
     try:
-        return await verify(link, server, canary)
+        return await verify(link, server, probe)
     except InputRefused as error:
         raise GateFailed(str(error)) from error
 
 
-def _for_dtype(canary: Canary, facts: ServerFacts) -> Canary:
-    """Return the canary with the noise of the type that the server runs in, bfloat16's where it doesn't say."""
-    exact = facts.dtype == "float32" and canary.limits == "float32"
-    return replace(canary, server_dtype=facts.dtype or canary.server_dtype, limits="float32" if exact else "bfloat16")
+def _for_dtype(probe: Probe, facts: ServerFacts) -> Probe:
+    """Return the probe with the noise of the type that the server runs in, bfloat16's where it doesn't say."""
+    exact = facts.dtype == "float32" and probe.limits == "float32"
+    return replace(probe, copy_dtype=facts.dtype or probe.copy_dtype, limits="float32" if exact else "bfloat16")

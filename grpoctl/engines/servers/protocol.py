@@ -59,7 +59,7 @@ class Server(Protocol):
         """Return the (T − 1,) log-probabilities of all ids but the first, temperature 1, computed anew."""
         ...
 
-    async def best_two(self, link: Link, ids: Sequence[int], temperature: float) -> list[tuple[int, float]]:
+    async def top_2(self, link: Link, ids: Sequence[int], temperature: float) -> list[tuple[int, float]]:
         """Return the two likeliest next ids and the log-probabilities that sampling reports for them."""
         ...
 

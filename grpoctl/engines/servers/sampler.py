@@ -14,16 +14,17 @@ from typing import Final
 import httpx
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
+from grpoctl.engines.proof import Gap, Probe
 from grpoctl.engines.servers.link import Link, ServerBusy, ServerLost, open_client
 from grpoctl.engines.servers.protocol import Server
-from grpoctl.engines.servers.scheduler import Replica, Shard
-from grpoctl.engines.servers.verify import Canary, Gap, connect, verify
+from grpoctl.engines.servers.scheduler import Replica, Scheduler
+from grpoctl.engines.servers.verify import connect, verify
 from grpoctl.engines.tokenizer import Tokenizer
 from grpoctl.errors import InputRefused, TryAgain
 
 log = logging.getLogger("grpoctl")
 PROOF_SECONDS: Final = 60.0
-"""Deadline of each question of the canary."""
+"""Deadline of each question of the probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,9 @@ class ServerSettings:
 class ServerSampler:
     """Draws from one or more servers."""
 
-    def __init__(self, tokenizer: Tokenizer, canary: Canary, settings: ServerSettings) -> None:
+    def __init__(self, tokenizer: Tokenizer, probe: Probe, settings: ServerSettings) -> None:
         self._tokenizer = tokenizer
-        self._canary = canary
+        self._probe = probe
         self._settings = settings
         self.gaps: dict[str, Gap] = {}
         self._told: set[str] = set()
@@ -54,7 +55,7 @@ class ServerSampler:
         self.name = "; ".join(dict.fromkeys(str(server.facts) for server in servers.values()))
         if len(servers) > 1:
             self.name += f"; {len(servers)} replicas"
-        self.reproducible = all(server.seeded for server in servers.values()) and canary.server_dtype == "float32"
+        self.reproducible = all(server.seeded for server in servers.values()) and probe.copy_dtype == "float32"
 
     async def _prove(self) -> dict[str, Server]:
         async with open_client() as client:
@@ -90,7 +91,7 @@ class ServerSampler:
 
     async def _admit(self, link: Link) -> Server:
         server = await connect(link, self._tokenizer.eos_ids)
-        self.gaps[link.url] = await verify(link, server, self._canary)
+        self.gaps[link.url] = await verify(link, server, self._probe)
         return server
 
     def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
@@ -111,7 +112,7 @@ class ServerSampler:
                 _check_lengths(url, server, requests)
                 _check_truncation(url, server, settings)
             replicas = [Replica(link=links[url].within(None), server=server) for url, server in servers.items()]
-            shard = Shard(
+            scheduler = Scheduler(
                 requests,
                 settings,
                 replicas,
@@ -119,7 +120,7 @@ class ServerSampler:
                 concurrency=self._settings.concurrency,
                 timeout_seconds=self._settings.timeout_seconds,
             )
-            samples = await shard.run()
+            samples = await scheduler.run()
             await self._check_unchanged(replicas)
         return samples
 

@@ -48,7 +48,7 @@ class Replica:
     progressed: float = 0.0
 
 
-class Shard:
+class Scheduler:
     """The requests of one call and where each stands."""
 
     def __init__(

@@ -101,7 +101,7 @@ class SglangServer:
         answer = await self._generate(link, ids, {"max_new_tokens": 0, "temperature": 1.0}, logprob_start_len=0)
         return [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
 
-    async def best_two(self, link: Link, ids: Sequence[int], temperature: float) -> list[tuple[int, float]]:
+    async def top_2(self, link: Link, ids: Sequence[int], temperature: float) -> list[tuple[int, float]]:
         """Return the two likeliest next ids with what sampling reports."""
         answer = await self._generate(link, ids, {"max_new_tokens": 1, "temperature": temperature}, top_logprobs_num=2)
         return [(int(pair[1]), float(pair[0])) for pair in answer["meta_info"]["output_top_logprobs"][0]]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from grpoctl.engines.proof import MAX_GAPS, MEAN_GAPS, Gap, gap_between
+from grpoctl.engines.proof import LIMITS, Gap, Probe, gap_between
 from grpoctl.engines.servers.key import API_KEY
 from grpoctl.engines.servers.link import Link
 from grpoctl.engines.servers.protocol import Server, ServerFacts
@@ -21,7 +20,7 @@ from grpoctl.engines.servers.sglang import SglangServer
 from grpoctl.engines.servers.vllm import VllmServer
 from grpoctl.errors import InputRefused
 
-CANARY_TEMPERATURE: Final = 0.5
+PROBE_TEMPERATURE: Final = 0.5
 LEAST_LEAD: Final = 0.05
 """Lead of the likeliest token, nats, from which two temperatures can be told apart."""
 NAMED_DIGITS: Final = 12
@@ -31,29 +30,6 @@ LOGPROBS_FLAG: Final = {
     "vllm": "start it with --logprobs-mode processed_logprobs",
     "sglang": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """Sequences and what the declared policy says of them.
-
-    Args:
-        policy: its name in messages
-        weights_digest: of its weights
-        prompts: ids before each completion
-        completions: ids whose log-probabilities are known
-        logprobs: those, temperature 1, nats
-        server_dtype: floating-point type that the server is said to run in
-        limits: whose noise is allowed: bfloat16's where the server or the policy's own answers are in it
-    """
-
-    policy: str
-    weights_digest: str
-    prompts: tuple[tuple[int, ...], ...]
-    completions: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
-    server_dtype: str
-    limits: str
 
 
 async def connect(link: Link, eos_ids: Sequence[int]) -> Server:
@@ -75,42 +51,42 @@ async def connect(link: Link, eos_ids: Sequence[int]) -> Server:
     )
 
 
-async def answers(link: Link, server: Server, canary: Canary) -> list[list[float]]:
-    """Return the server's log-probabilities of the canary's completions, as far as it takes such long prompts."""
-    rows = [[*prompt, *ids] for prompt, ids in zip(canary.prompts, canary.completions, strict=True)]
+async def answers(link: Link, server: Server, probe: Probe) -> list[list[float]]:
+    """Return the server's log-probabilities of the probe's completions, as far as it takes such long prompts."""
+    rows = [[*prompt, *ids] for prompt, ids in zip(probe.prompts, probe.completions, strict=True)]
     limit = server.facts.max_prompt_tokens
     found = await asyncio.gather(*(server.forced(link, row[:limit]) for row in rows))
-    return [values[len(prompt) - 1 :] for values, prompt in zip(found, canary.prompts, strict=True)]
+    return [values[len(prompt) - 1 :] for values, prompt in zip(found, probe.prompts, strict=True)]
 
 
-async def verify(link: Link, server: Server, canary: Canary) -> Gap:
-    """Check that a server is the canary's policy and reports what it samples from; return the gap.
+async def verify(link: Link, server: Server, probe: Probe) -> Gap:
+    """Check that a server is the probe's policy and reports what it samples from; return the gap.
 
     Raises:
         InputRefused: other weights, another floating-point type, an old prefix cache, or log-probabilities that leave
             temperature out.
     """
-    _check_dtype(link, server.facts, canary)
-    _check_name(link, server.facts, canary)
-    gap = gap_between(await answers(link, server, canary), canary.logprobs)
-    if not gap.within(canary.limits):
-        raise InputRefused(_other_weights(link, server.facts, canary, gap))
-    leads = await asyncio.gather(*(_lead(link, server, prompt, canary) for prompt in canary.prompts))
+    _check_dtype(link, server.facts, probe)
+    _check_name(link, server.facts, probe)
+    gap = gap_between(await answers(link, server, probe), probe.logprobs)
+    if not gap.within(probe.limits):
+        raise InputRefused(_other_weights(link, server.facts, probe, gap))
+    leads = await asyncio.gather(*(_lead(link, server, prompt, probe) for prompt in probe.prompts))
     plain, scaled = max(leads)
-    if plain >= LEAST_LEAD and scaled < plain * (1 + 1 / CANARY_TEMPERATURE) / 2:
+    if plain >= LEAST_LEAD and scaled < plain * (1 + 1 / PROBE_TEMPERATURE) / 2:
         raise InputRefused(
             f"{link.url}: its log-probabilities leave temperature out (the best token's lead stays {plain:.3g} nats at "
-            f"temperature {CANARY_TEMPERATURE}, expected {plain / CANARY_TEMPERATURE:.3g}); "
+            f"temperature {PROBE_TEMPERATURE}, expected {plain / PROBE_TEMPERATURE:.3g}); "
             f"{LOGPROBS_FLAG[server.facts.program]}"
         )
     return gap
 
 
-def _check_dtype(link: Link, facts: ServerFacts, canary: Canary) -> None:
-    if facts.dtype is not None and facts.dtype in MAX_GAPS and facts.dtype != canary.server_dtype:
+def _check_dtype(link: Link, facts: ServerFacts, probe: Probe) -> None:
+    if facts.dtype is not None and facts.dtype in LIMITS and facts.dtype != probe.copy_dtype:
         raise InputRefused(
-            f"{link.url}: runs in {facts.dtype}, rollout.dtype says {canary.server_dtype}; set rollout.dtype to "
-            f"{facts.dtype} or start the server with --dtype {canary.server_dtype}"
+            f"{link.url}: runs in {facts.dtype}, rollout.dtype says {probe.copy_dtype}; set rollout.dtype to "
+            f"{facts.dtype} or start the server with --dtype {probe.copy_dtype}"
         )
 
 
@@ -119,35 +95,35 @@ def weights_name(version: str, digest: str) -> str:
     return f"{version}-{digest[:NAMED_DIGITS]}"
 
 
-def _check_name(link: Link, facts: ServerFacts, canary: Canary) -> None:
+def _check_name(link: Link, facts: ServerFacts, probe: Probe) -> None:
     """Refuse a server that `sync` gave another policy: in bfloat16 a policy one small update away answers alike."""
     named = OUR_NAME.fullmatch(facts.weight_version or "")
-    if named and not canary.weights_digest.startswith(named["digest"]):
+    if named and not probe.weights_digest.startswith(named["digest"]):
         raise InputRefused(
-            f"{link.url}: holds weights {facts.weight_version} by its own word, {canary.policy} has "
-            f"{canary.weights_digest[:NAMED_DIGITS]}…; load the policy with grpoctl sync --server"
+            f"{link.url}: holds weights {facts.weight_version} by its own word, {probe.policy} has "
+            f"{probe.weights_digest[:NAMED_DIGITS]}…; load the policy with grpoctl sync --server"
         )
 
 
-def _other_weights(link: Link, facts: ServerFacts, canary: Canary, gap: Gap) -> str:
+def _other_weights(link: Link, facts: ServerFacts, probe: Probe, gap: Gap) -> str:
     hint = ""
-    if canary.limits == "float32" and gap.within("bfloat16"):
+    if probe.limits == "float32" and gap.within("bfloat16"):
         hint = "; if it runs in bfloat16, set rollout.dtype to that"
     return (
-        f"{link.url}: {facts} answers with other weights than policy {canary.policy} (gap {gap}; limit {canary.limits} mean "
-        f"{MEAN_GAPS[canary.limits]}, max {MAX_GAPS[canary.limits]}){hint}; load the policy with grpoctl sync --server, or "
-        "restart the server on it"
+        f"{link.url}: {facts} answers with other weights than policy {probe.policy} (gap {gap}; limit {probe.limits} mean "
+        f"{LIMITS[probe.limits].mean}, max {LIMITS[probe.limits].max}){hint}; load the policy with grpoctl sync --server, "
+        "or restart the server on it"
     )
 
 
-async def _lead(link: Link, server: Server, prompt: Sequence[int], canary: Canary) -> tuple[float, float]:
-    """Return the best token's lead over the second at temperature 1 and at the canary's; check the prefix cache too."""
+async def _lead(link: Link, server: Server, prompt: Sequence[int], probe: Probe) -> tuple[float, float]:
+    """Return the best token's lead over the second at temperature 1 and at the probe's; check the prefix cache too."""
     prompt = prompt[: server.facts.max_prompt_tokens - 1]
-    plain = await server.best_two(link, prompt, 1.0)
-    scaled = dict(await server.best_two(link, prompt, CANARY_TEMPERATURE))
+    plain = await server.top_2(link, prompt, 1.0)
+    scaled = dict(await server.top_2(link, prompt, PROBE_TEMPERATURE))
     (best, logprob), (second, other) = plain
     anew = (await server.forced(link, [*prompt, best]))[-1]
-    if not abs(anew - logprob) <= MAX_GAPS[canary.limits]:
+    if not abs(anew - logprob) <= LIMITS[probe.limits].max:
         raise InputRefused(
             f"{link.url}: its next token after a cached prefix has log-probability {logprob:.4g}, computed anew {anew:.4g}; "
             "the prefix cache is of other weights: flush it, or restart the server"

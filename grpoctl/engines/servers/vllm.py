@@ -93,7 +93,7 @@ class VllmServer:
             )
         return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], ids[1:], strict=True)]
 
-    async def best_two(self, link: Link, ids: Sequence[int], temperature: float) -> list[tuple[int, float]]:
+    async def top_2(self, link: Link, ids: Sequence[int], temperature: float) -> list[tuple[int, float]]:
         """Return the two likeliest next ids with what sampling reports."""
         choice, _ = await self._complete(link, ids, max_tokens=1, temperature=temperature, logprobs=2, seed=0)
         top = choice["logprobs"]["top_logprobs"][0]

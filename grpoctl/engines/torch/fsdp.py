@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from grpoctl.engines.forward import PackedForward
-from grpoctl.engines.torch.model import Policy, pick_device
+from grpoctl.engines.torch.model import TorchPolicy, pick_device
 from grpoctl.processes.ranks import Ranks
 
 
-def shard(policy: Policy, ranks: Ranks, *, device: str) -> None:
+def split(policy: TorchPolicy, ranks: Ranks, *, device: str) -> None:
     """Split the policy's weights over all ranks, layer by layer, and move them to the device; alone nothing happens."""
     if ranks.world_size == 1 or policy.runner is not None:
         return
@@ -44,7 +44,7 @@ def blocks(module: Any) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
-def checkpoint_activations(policy: Policy) -> None:
+def checkpoint_activations(policy: TorchPolicy) -> None:
     """Keep only each layer's input for the backward pass; the layer runs again there, to the same bits."""
     for block in blocks(policy.module):
         block.gradient_checkpointing = True
@@ -52,7 +52,7 @@ def checkpoint_activations(policy: Policy) -> None:
         block.training = True  # transformers asks for it; the parts inside, dropout among them, stay in evaluation mode
 
 
-def split_again(policy: Policy) -> None:
+def split_again(policy: TorchPolicy) -> None:
     """Drop what the last forward without a backward left whole, so that parameters are this rank's shares."""
     if isinstance(policy.runner, FSDPModule):
         policy.runner.reshard()

@@ -16,15 +16,19 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpoctl.engines.tokenizer import require
-from grpoctl.engines.torch.model import Policy, pick_device
+from grpoctl.engines.registry import Loading
+from grpoctl.engines.tokenizer import load_tokenizer
+from grpoctl.engines.torch.fsdp import split, split_again
+from grpoctl.engines.torch.model import TorchPolicy, autocast_type, check_policy, load_policy, pick_device
+from grpoctl.extras import require
 from grpoctl.inputs.policies import weight_files
+from grpoctl.processes.memory import memory_errors
 from grpoctl.processes.ranks import Ranks
 
 FLOATS: Final = ("F32", "BF16", "F16")
 
 
-def empty_policy(folder: Path, *, vocab_size: int, device: str) -> Policy | None:
+def empty_policy(folder: Path, *, vocab_size: int, device: str) -> TorchPolicy | None:
     """Return the folder's model with parameters on no device, or None where its files don't fit them one to one.
 
     Args:
@@ -32,7 +36,7 @@ def empty_policy(folder: Path, *, vocab_size: int, device: str) -> Policy | None
         vocab_size: of its config
         device: where it will run
     """
-    require("transformers", "torch")
+    require("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -46,7 +50,7 @@ def empty_policy(folder: Path, *, vocab_size: int, device: str) -> Policy | None
     kept = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
     if found != needed or kept:
         return None
-    return Policy(module=module, vocab_size=vocab_size, device=pick_device(device))
+    return TorchPolicy(module=module, vocab_size=vocab_size, device=pick_device(device))
 
 
 @contextmanager
@@ -77,7 +81,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def materialize(policy: Policy) -> None:
+def materialize(policy: TorchPolicy) -> None:
     """Give every parameter of a split model memory for this rank's share; buffers keep their values, ties hold."""
     buffers = dict(policy.runner.named_buffers(remove_duplicate=False))
     policy.runner.to_empty(device=policy.device)
@@ -86,7 +90,7 @@ def materialize(policy: Policy) -> None:
 
 
 @torch.no_grad()
-def fill(policy: Policy, folder: Path, ranks: Ranks) -> None:
+def fill(policy: TorchPolicy, folder: Path, ranks: Ranks) -> None:
     """Read this rank's rows of every tensor of the folder; adapters are left as they are."""
     parameters = {
         name.replace(".base_layer.", "."): parameter
@@ -112,3 +116,35 @@ def row_range(num_rows: int, ranks: Ranks) -> tuple[int, int]:
     """Return which rows of a tensor are this rank's: blocks of one size, the last ones smaller or empty."""
     size = -(-num_rows // ranks.world_size)
     return min(num_rows, size * ranks.rank), min(num_rows, size * (ranks.rank + 1))
+
+
+def load_split(loading: Loading) -> TorchPolicy:
+    """Return a policy's model split over all processes.
+
+    A folder whose tensors don't fit the model one to one is loaded whole on every process first.
+
+    Raises:
+        TryAgain: there is no memory for it.
+        InputRefused: the model can't be loaded.
+    """
+    policy, ranks, device = loading.policy, loading.ranks, loading.runtime.device
+    memory = "loading the model", "take more devices (runtime.num_processes)"
+    with ranks.agreed(), memory_errors(*memory):
+        size = load_tokenizer(policy.folder, policy.ref).vocab_size
+        model = empty_policy(policy.folder, vocab_size=size, device=device)
+    in_shares = all(ranks.all_gather(model is not None))
+    with ranks.agreed(), memory_errors(*memory):
+        if not in_shares or model is None:
+            model = load_policy(policy.folder, ref=policy.ref, vocab_size=size, device="cpu", dtype=loading.dtype)
+        loading.insert(model)
+    split(model, ranks, device=device)
+    with ranks.agreed(), memory_errors(*memory):
+        if in_shares:
+            materialize(model)
+            fill(model, policy.folder, ranks)
+        loading.fill(model)
+    if in_shares:
+        check_policy(model, policy.ref)  # every process computes the same, so that all refuse it or none
+        split_again(model)
+        model.autocast = autocast_type(loading.dtype)
+    return model

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpoctl.engines.tokenizer import require
 from grpoctl.engines.torch.fsdp import split_like
 from grpoctl.errors import InputRefused, UsageError
+from grpoctl.extras import require
 from grpoctl.settings.fields import LoraConfig
 
 RECORD: Final = "grpoctl_adapter.json"
@@ -48,28 +48,13 @@ class Adapters:
         return self.config.alpha / self.config.rank
 
 
-def attach(policy: Any, adapters: Adapters, *, seed: int) -> None:
-    """Freeze a policy's weights and put fresh adapters beside its linear layers; they change nothing yet (B is 0).
-
-    Args:
-        policy: changed in place
-        adapters: settings and base
-        seed: of A
-
-    Raises:
-        UsageError: no layer has one of the target names.
-    """
-    insert(policy, adapters)
-    draw(policy, seed=seed)
-
-
 def insert(policy: Any, adapters: Adapters) -> None:
     """Freeze a policy's weights and make room for adapters, on no device where its weights aren't either.
 
     Raises:
         UsageError: no layer has one of the target names.
     """
-    require("peft", "torch")
+    require("peft")
     from peft import inject_adapter_in_model
 
     try:

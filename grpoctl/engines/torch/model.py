@@ -6,24 +6,23 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from grpoctl.engines.base import TokenIds, Unit
-from grpoctl.engines.forward import model_logprobs, unit_logprobs
-from grpoctl.engines.tokenizer import require
+from grpoctl.engines.forward import PackedForward, model_logprobs, unit_logprobs
+from grpoctl.engines.proof import FORWARD_LIMIT
 from grpoctl.errors import InputRefused
+from grpoctl.extras import require
 
 log = logging.getLogger("grpoctl")
-PROBE_TOLERANCE: Final = 2e-3
-"""Largest |Δ log-probability| between two ways of computing the probe, nats; float32 noise is near 1e-5."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Policy:
+class TorchPolicy:
     """A model with float32 weights.
 
     Args:
@@ -60,6 +59,11 @@ class Policy:
         return output.last_hidden_state
 
     @property
+    def forward(self) -> Any:
+        """The forward: the engine's own around it, or the plain one."""
+        return self.runner or PackedForward(self)
+
+    @property
     def head(self) -> Tensor:
         """The (V, H) output embedding."""
         return self.module.get_output_embeddings().weight
@@ -72,7 +76,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: str) -> Policy:
+def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: str) -> TorchPolicy:
     """Load a policy folder with float32 weights and check that our forward computes what the model does.
 
     Args:
@@ -85,7 +89,7 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
     Raises:
         InputRefused: the model can't be loaded, or scales or caps its logits in a way the chunked head doesn't know.
     """
-    require("transformers", "torch")
+    require("transformers")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -107,7 +111,7 @@ def load_policy(folder: Path, *, ref: str, vocab_size: int, device: str, dtype: 
         )
     place = pick_device(device)
     module.to(place).eval()
-    policy = Policy(module=module, vocab_size=vocab_size, device=place)
+    policy = TorchPolicy(module=module, vocab_size=vocab_size, device=place)
     check_policy(policy, ref)
     policy.autocast = autocast_type(dtype)
     return policy
@@ -118,7 +122,7 @@ def autocast_type(dtype: str) -> torch.dtype | None:
     return torch.bfloat16 if dtype == "bfloat16" else None
 
 
-def check_policy(policy: Policy, ref: str) -> None:
+def check_policy(policy: TorchPolicy, ref: str) -> None:
     """Check that our forward computes what the model does, and find whether prompts may be shared.
 
     Where the policy is split over processes each of them calls it.
@@ -141,19 +145,19 @@ def _loaded(kind: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def _probe_ids(policy: Policy) -> TokenIds:
+def _probe_ids(policy: TorchPolicy) -> TokenIds:
     return np.array([(7 * i * i + 3 * i + 1) % policy.vocab_size for i in range(12)], dtype=np.int32)
 
 
 @torch.no_grad()
-def _check_head(policy: Policy, ref: str) -> None:
+def _check_head(policy: TorchPolicy, ref: str) -> None:
     head = policy.module.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InputRefused(f"{ref}: its output embedding is missing or has a bias; only a plain matrix is supported")
     ids = _probe_ids(policy)
     probe = [Unit(prompt_ids=ids[:1], completions=(ids[1:],), rows=(0,))]
     gap = float((unit_logprobs(policy, probe, temperature=1.0)[0] - model_logprobs(policy, probe)).abs().max())
-    if not gap <= PROBE_TOLERANCE:
+    if not gap <= FORWARD_LIMIT:
         raise InputRefused(
             f"{ref}: the model's logits differ from hidden states times output embedding by {gap:.3g} nats; "
             "architectures that scale or cap logits aren't supported"
@@ -161,14 +165,14 @@ def _check_head(policy: Policy, ref: str) -> None:
 
 
 @torch.no_grad()
-def _sharing(policy: Policy) -> tuple[bool, int | None]:
+def _sharing(policy: TorchPolicy) -> tuple[bool, int | None]:
     ids = _probe_ids(policy)
     parts = (ids[4:8], ids[8:12])
     together = Unit(prompt_ids=ids[:4], completions=parts, rows=(0, 1))
     apart = [Unit(prompt_ids=ids[:4], completions=(part,), rows=(i,)) for i, part in enumerate(parts)]
     shared, _ = unit_logprobs(policy, [together], temperature=1.0)
     separate, _ = unit_logprobs(policy, apart, temperature=1.0)
-    if float((shared - separate).abs().max()) > PROBE_TOLERANCE:
+    if float((shared - separate).abs().max()) > FORWARD_LIMIT:
         log.info("this architecture can't share a prompt between completions; each runs in a row of its own")
         return False, None
     config = policy.module.config.get_text_config()

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpoctl.engines.base import OptimizerSettings, Unit
-from grpoctl.engines.forward import unit_logprobs
+from grpoctl.engines.base import OptimizerSettings
 from grpoctl.engines.optimizer_state import read_state, write_state
 from grpoctl.engines.policy_export import whole_tensors, write_policy
 from grpoctl.engines.torch.adamw import clipped_step, torch_adamw
 from grpoctl.engines.torch.fsdp import split_again, split_like, whole
-from grpoctl.engines.torch.model import Policy
+from grpoctl.engines.torch.model import TorchPolicy
 from grpoctl.processes.ranks import ALONE, Ranks
 
 
 class TorchTrainer:
     """AdamW over float32 master weights, split where the policy is; the forward runs in the policy's autocast type."""
 
-    def __init__(self, policy: Policy, settings: OptimizerSettings, ranks: Ranks = ALONE) -> None:
+    def __init__(self, policy: TorchPolicy, settings: OptimizerSettings, ranks: Ranks = ALONE) -> None:
         self.policy = policy
         self.settings = settings
         self.ranks = ranks
         self._parameters = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
         self._optimizer = torch_adamw(list(self._parameters.values()), settings)
-
-    def logprobs(
-        self, units: Sequence[Unit], *, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (N,) log-probabilities of all completion tokens, flattened in order, with gradient; and entropies."""
-        return unit_logprobs(self.policy, units, temperature=temperature, with_entropy=with_entropy)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a scalar loss, summed over all ranks at once, so that no rank holds it whole."""

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpoctl.engines.base import FloatVector, TokenIds, Unit, chunks_by_tokens, padded_width
-from grpoctl.engines.tokenizer import require
+from grpoctl.engines.base import FloatVector, TokenIds, Unit, micro_batches_by_tokens, padded_width
 from grpoctl.engines.torch.model import pick_device
 from grpoctl.errors import InputRefused
+from grpoctl.extras import require
 from grpoctl.inputs.reward_models import HEAD_FILE
 
 HEAD_TENSOR: Final = "value_head.weight"
@@ -64,7 +64,7 @@ class RewardModel:
         units = [Unit(prompt_ids=ids, completions=(), rows=(i,)) for i, ids in enumerate(rows)]
         places: list[int] = []
         parts: list[Tensor] = []
-        for batch in chunks_by_tokens(units, budget):
+        for batch in micro_batches_by_tokens(units, budget):
             places += [unit.rows[0] for unit in batch]
             parts.append(self._last_hidden([unit.prompt_ids for unit in batch]))
         back = torch.empty(len(places), dtype=torch.int64)
@@ -148,7 +148,7 @@ def save_reward_model(model: RewardModel, folder: Path) -> None:
 
 
 def _loaded(auto: Any, folder: Path, ref: str) -> tuple[Any, Mapping[str, Any]]:
-    require("transformers", "torch")
+    require("transformers")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

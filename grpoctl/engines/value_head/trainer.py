@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpoctl.algorithms.preference import bradley_terry_loss
 from grpoctl.engines.base import OptimizerSettings, TokenIds, padded_width
+from grpoctl.engines.torch.adamw import clipped_step, torch_adamw
 from grpoctl.engines.value_head.model import RewardModel
 
 
@@ -39,15 +40,7 @@ class PreferenceTrainer:
         model.backbone.requires_grad_(not head_only)
         parameters = [model.head] if head_only else [model.head, *model.backbone.parameters()]
         self._parameters = parameters
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        )
+        self._optimizer = torch_adamw(parameters, settings)
 
     def step(self, pairs: Sequence[PairIds], lr: float) -> tuple[float, float]:
         """Take one step on the mean loss of the pairs; return that loss and the gradient's norm before clipping.
@@ -61,13 +54,7 @@ class PreferenceTrainer:
             loss.backward()
             total += float(loss.detach())
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        if torch.isfinite(norm):
-            if self._grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        clipped_step(self._optimizer, self._parameters, norm, lr=lr, grad_clip=self._grad_clip)
         return total, float(norm)
 
     @torch.no_grad()

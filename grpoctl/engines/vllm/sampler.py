@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings, VllmSettings
-from grpoctl.engines.tokenizer import Tokenizer, require
+from grpoctl.engines.tokenizer import Tokenizer
 from grpoctl.errors import InputRefused, TryAgain
+from grpoctl.extras import require
 from grpoctl.processes.watchdog import watched
 
 FINISH: Final = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -34,7 +35,7 @@ class VllmSampler:
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: VllmSettings) -> None:
         self.tokenizer = tokenizer
         _environment(settings)
-        require("vllm", "vllm")
+        require("vllm")
         from vllm import LLM, __version__
 
         self.name = f"vllm {__version__}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpoctl.errors import UsageError
+from grpoctl.extras import did_you_mean
 from grpoctl.rewards.builtin.answer import accuracy, answer_format
 from grpoctl.rewards.builtin.gsm8k import gsm8k
 from grpoctl.rewards.builtin.length import length, overlong
@@ -53,9 +53,9 @@ def builtin_options(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(BUILTINS[name].make).parameters
     for key in kwargs:
         if key not in parameters:
-            close = difflib.get_close_matches(key, parameters, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise UsageError(f"reward {name}: unknown option {key!r}{hint}; it takes {_shown(parameters)}")
+            raise UsageError(
+                f"reward {name}: unknown option {key!r}{did_you_mean(key, parameters)}; it takes {_shown(parameters)}"
+            )
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in kwargs]
     if missing:
         raise UsageError(f"reward {name}: option {missing[0]!r} is required; it takes {_shown(parameters)}")

@@ -7,28 +7,27 @@ import json
 import os
 import pickle
 import re
-import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpoctl.processes.tree import TOO_MANY_PROCESSES
+from grpoctl.processes.child import Child, how_it_ended
 
 LOG_BYTES = 1024 * 1024
+MAX_PROCESSES = 256
+"""Processes that one child may have below it before it is killed."""
 _TAIL_BYTES = 2000
 _CHUNK_BYTES = 256 * 1024
 _EXIT_SECONDS = 1.0
-_KILL_SECONDS = 15.0
 _SECRET_NAME = re.compile(
     r"SECRET|TOKEN(?!IZ)|PASSW|PASSPHRASE|CREDENTIAL|(^|_|API|ACCESS|AUTH)KEYS?(_|$)|^AWS_|^AZURE_|^GOOGLE_APPLICATION|SSH_AUTH",
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _BOOT = """import sys; sys.path[:] = {path!r}
-from grpoctl.rewards.calling.child_main import main; main({command}, {result}, {limits})"""
+from grpoctl.rewards.calling.child_main import main; main({command}, {result})"""
 
 
 def scrubbed_environment(environment: Mapping[str, str], *, keep: Sequence[str] = ()) -> dict[str, str]:
@@ -68,7 +67,7 @@ class OutputLog:
 class WorkerLink:
     """One running child."""
 
-    def __init__(self, log: OutputLog, *, environment: Mapping[str, str], limits: tuple[int, int]) -> None:
+    def __init__(self, log: OutputLog, *, environment: Mapping[str, str], max_processes: int) -> None:
         self.loaded: set[str] = set()
         """Names of the rewards that this child has loaded."""
         self.output_closed = False
@@ -77,9 +76,9 @@ class WorkerLink:
         self._tail = b""
         self._outgoing = bytearray()
         self._incoming = bytearray()
-        self._start(environment, limits)
+        self._start(environment, max_processes)
 
-    def _start(self, environment: Mapping[str, str], limits: tuple[int, int]) -> None:
+    def _start(self, environment: Mapping[str, str], max_processes: int) -> None:
         command_read, self.command_fd = os.pipe()
         self.result_fd, result_write = os.pipe()
         self.output_fd, output_write = os.pipe()
@@ -87,17 +86,16 @@ class WorkerLink:
             path=[entry or os.getcwd() for entry in sys.path],
             command=command_read,
             result=result_write,
-            limits=", ".join(map(str, limits)),
         )
         try:
-            self._process = subprocess.Popen(
+            self._child = Child(
                 [sys.executable, "-c", boot],
-                stdin=subprocess.DEVNULL,
+                environment=environment,
                 stdout=output_write,
                 stderr=output_write,
-                env=dict(environment),
                 pass_fds=(command_read, result_write),
-                start_new_session=True,
+                max_processes=max_processes,
+                expendable=True,
             )
         finally:
             for fd in (command_read, result_write, output_write):
@@ -156,7 +154,7 @@ class WorkerLink:
 
     def has_ended(self) -> bool:
         """Whether the child is gone, even where something that it started still holds its pipes open."""
-        return self._process.poll() is not None
+        return self._child.code() is not None
 
     def close(self) -> None:
         """Let the child end by itself for a second, then kill it."""
@@ -170,30 +168,14 @@ class WorkerLink:
             is_ending: the child is about to end by itself; give it a second, so that it can say how.
         """
         if is_ending:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_SECONDS)
-        os.close(self.command_fd)  # the guardian kills the whole tree when the last writer is gone
-        try:
-            self._process.wait(_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._child.wait(_EXIT_SECONDS)
+        code = self._child.kill()
+        os.close(self.command_fd)
         self.drain_output()
         os.close(self.result_fd)
         os.close(self.output_fd)
-        return f"{_ending(self._process.returncode)}{self._last_lines()}"
+        return f"{how_it_ended(code)}{self._last_lines()}"
 
     def _last_lines(self) -> str:
         shown = self._tail.decode("utf-8", "backslashreplace").strip()
         return f"; it printed last:\n{shown}" if shown else ""
-
-
-def _ending(code: int) -> str:
-    if code == TOO_MANY_PROCESSES:
-        return "it started too many processes and was killed"
-    if code >= 0:
-        return f"its process exited with code {code}"
-    try:
-        return f"its process was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"its process was killed by signal {-code}"

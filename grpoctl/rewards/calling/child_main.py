@@ -11,7 +11,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import struct
 import sys
 import traceback
@@ -19,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from grpoctl.errors import PluginFailed
-from grpoctl.processes.tree import fork_guarded
 from grpoctl.rewards.builtin.registry import builtin_function
 from grpoctl.rewards.calling.call import BATCH_SIGNATURES, BoundReward, RewardCall
 from grpoctl.rewards.calling.http_endpoint import HttpReward
@@ -28,11 +26,8 @@ from grpoctl.rewards.resolve.target import Target, TargetMissing, described_targ
 from grpoctl.rewards.sample import RewardOutcome
 
 
-def main(command_fd: int, result_fd: int, max_processes: int, max_memory_bytes: int) -> None:
-    """Serve commands until the parent closes the pipe; returns in the worker only, the guardian ends inside."""
-    fork_guarded(command_fd, close_in_guardian=(result_fd, 1, 2), max_processes=max_processes)
-    if max_memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+def main(command_fd: int, result_fd: int) -> None:
+    """Serve commands until the parent closes the pipe."""
     faulthandler.enable()  # a segfault leaves its Python stack in the log
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -40,10 +35,10 @@ def main(command_fd: int, result_fd: int, max_processes: int, max_memory_bytes: 
     os.set_inheritable(command_fd, False)
     os.set_inheritable(result_fd, False)
     with os.fdopen(command_fd, "rb") as commands:
-        _Server(result_fd).serve(commands)
+        _Rewards(result_fd).serve(commands)
 
 
-class _Server:
+class _Rewards:
     def __init__(self, result_fd: int) -> None:
         self._result_fd = result_fd
         self._pid = os.getpid()

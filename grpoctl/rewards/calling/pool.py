@@ -13,7 +13,7 @@ from types import TracebackType
 from grpoctl.errors import UsageError
 from grpoctl.rewards.builtin.registry import BUILTINS, builtin_function
 from grpoctl.rewards.calling.call import BoundReward, RewardCall
-from grpoctl.rewards.calling.child import OutputLog, WorkerLink, scrubbed_environment
+from grpoctl.rewards.calling.child import MAX_PROCESSES, OutputLog, WorkerLink, scrubbed_environment
 from grpoctl.rewards.calling.http_endpoint import longest_call_seconds
 from grpoctl.rewards.calling.scheduler import ScoringRun, Workers
 from grpoctl.rewards.resolve.columns_check import RewardReference, refuse_unscorable_inputs
@@ -36,8 +36,7 @@ class RewardPool:
         iteration: int = 0,
         num_iterations: int | None = None,
         keep_environment: Sequence[str] = (),
-        max_processes: int = 256,
-        max_memory_bytes: int = 0,
+        max_processes: int = MAX_PROCESSES,
     ) -> None:
         """Import every reward once, so that a broken one fails before the first completion is scored.
 
@@ -50,7 +49,6 @@ class RewardPool:
             num_iterations: TRL's `trainer_state.max_steps`.
             keep_environment: names of environment variables that look like secrets but are passed on.
             max_processes: processes that one child may have below it before it is killed.
-            max_memory_bytes: address space of a child; 0 is unlimited.
 
         Raises:
             PluginFailed: importing a reward failed.
@@ -67,8 +65,11 @@ class RewardPool:
         }
         log = OutputLog(log_path)
         environment = scrubbed_environment(os.environ, keep=keep_environment)
-        limits = (max_processes, max_memory_bytes)
-        self._workers = Workers(max(1, num_workers), lambda: WorkerLink(log, environment=environment, limits=limits))
+
+        def started() -> WorkerLink:
+            return WorkerLink(log, environment=environment, max_processes=max_processes)
+
+        self._workers = Workers(max(1, num_workers), started)
         self._inline = {name: _bound(call) for name, call in self._calls.items() if _runs_inline(call)}
         try:
             for name in self._calls:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpoctl.errors import InputRefused, UsageError
+from grpoctl.extras import did_you_mean
 from grpoctl.rewards.columns import GROUND_TRUTH_PATHS, LABEL_PATHS, first_value, provides
 from grpoctl.rewards.resolve.signature import (
     ROW_NAMES,
@@ -69,12 +69,10 @@ def check_columns(reference: RewardReference, columns: Sequence[str]) -> None:
     for need in _needs(reference):
         if any(provides(columns, path) for path in need.paths):
             continue
-        close = difflib.get_close_matches(need.paths[0], columns, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         wanted = " or ".join(need.paths)
         raise InputRefused(
             f"reward {reference.name} ({reference.ref}): {need.what} needs a column {wanted}; the columns are "
-            f"{', '.join(columns) or 'none'}{hint}; {_remedy(reference)}"
+            f"{', '.join(columns) or 'none'}{did_you_mean(need.paths[0], columns)}; {_remedy(reference)}"
         )
 
 

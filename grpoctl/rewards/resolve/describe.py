@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpoctl.errors import PluginFailed
-from grpoctl.rewards.calling.child import OutputLog, WorkerLink, scrubbed_environment
+from grpoctl.rewards.calling.child import MAX_PROCESSES, OutputLog, WorkerLink, scrubbed_environment
 from grpoctl.rewards.calling.scheduler import IMPORT_SECONDS
 from grpoctl.rewards.resolve.target import Target
 
@@ -20,7 +20,7 @@ def described_in_child(ref: str, target: Target, kwargs: Mapping[str, Any]) -> d
     Raises:
         PluginFailed: the import raised, ended the process or did not end.
     """
-    link = WorkerLink(OutputLog(None), environment=scrubbed_environment(os.environ), limits=(256, 0))
+    link = WorkerLink(OutputLog(None), environment=scrubbed_environment(os.environ), max_processes=MAX_PROCESSES)
     message: dict[str, Any] | None = None
     ending = ""
     try:

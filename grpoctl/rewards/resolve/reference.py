@@ -5,7 +5,6 @@ User modules are read, not imported; where reading cannot tell (re-exports, deco
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpoctl.errors import PluginFailed, UsageError
+from grpoctl.extras import did_you_mean
 from grpoctl.rewards.builtin import registry as builtin
 from grpoctl.rewards.resolve.columns_check import RewardReference, check_callable, check_columns
 from grpoctl.rewards.resolve.describe import described_in_child
@@ -118,7 +118,9 @@ def _place(ref: str) -> tuple[str, Target, Path]:
     if colon and attribute and left.endswith(".py"):
         path = Path(left).absolute()
         if not path.is_file():
-            raise UsageError(f"reward {ref}: there is no file {left}{_closest(path.name, _python_files(path.parent))}")
+            raise UsageError(
+                f"reward {ref}: there is no file {left}{did_you_mean(path.name, _python_files(path.parent))}"
+            )
         return "file", Target(path=str(path), attribute=attribute), path
     if ref.endswith(".py"):
         functions = top_level_names(Path(ref).read_bytes()) if Path(ref).is_file() else []
@@ -130,7 +132,7 @@ def _place(ref: str) -> tuple[str, Target, Path]:
     if not found:
         names = [*builtin.BUILTINS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))]
         raise UsageError(
-            f"reward {ref!r}: no built-in and no entry point of that name{_closest(ref, names)}; there are "
+            f"reward {ref!r}: no built-in and no entry point of that name{did_you_mean(ref, names)}; there are "
             f"{', '.join(names)}; a function of your own is path/file.py:function or package.module:function"
         )
     point = found[0]
@@ -163,7 +165,7 @@ def _understood(
     if told["kind"] == "missing":
         names: list[str] = told["names"]
         raise UsageError(
-            f"reward {ref}: {file} has no function {target.attribute!r}{_closest(target.attribute, names)}; "
+            f"reward {ref}: {file} has no function {target.attribute!r}{did_you_mean(target.attribute, names)}; "
             f"it has {', '.join(names) or 'none'}"
         )
     files = [file] if told["source"] is None else list(dict.fromkeys([file, Path(told["source"])]))
@@ -177,7 +179,7 @@ def _check_kwargs(ref: str, parameters: Sequence[Parameter], kwargs: Mapping[str
     for key in kwargs:
         if key not in names:
             raise UsageError(
-                f"reward {ref}: it takes no argument {key!r}{_closest(key, names)}; it takes {', '.join(names)}"
+                f"reward {ref}: it takes no argument {key!r}{did_you_mean(key, names)}; it takes {', '.join(names)}"
             )
 
 
@@ -189,8 +191,3 @@ def _digest(files: Sequence[Path]) -> str:
 
 def _python_files(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
-
-
-def _closest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from grpoctl.artifacts.artifact import Artifact
 from grpoctl.engines.base import TokenIds
+from grpoctl.engines.warm import Warm
 from grpoctl.errors import InputRefused
 from grpoctl.inputs.reward_models import TEXT_RULES, RewardModelFolder, open_reward_model
 from grpoctl.processes.memory import memory_errors
 from grpoctl.rewards.sample import RewardOutcome, RewardSample
 from grpoctl.settings.jobs import ScoreJob
-from grpoctl.stages.stage import Context
 
 NAME: Final = "reward_model"
 
@@ -31,7 +31,6 @@ class RewardModelScorer:
     model: RewardModelFolder
     rule: str
     job: ScoreJob
-    context: Context
 
     @property
     def weight(self) -> float:
@@ -49,7 +48,7 @@ class RewardModelScorer:
             "value": "head on the last valid token",
         }
 
-    def outcomes(self, samples: Sequence[RewardSample]) -> list[RewardOutcome]:
+    def outcomes(self, samples: Sequence[RewardSample], warm: Warm) -> list[RewardOutcome]:
         """Return one outcome a sample; a value that isn't finite is an error, never a number.
 
         Raises:
@@ -59,7 +58,7 @@ class RewardModelScorer:
             return []
         started = time.monotonic()
         rows = self._rows(samples)
-        model = self.context.reward_model(self.model, dtype=self.job.score.reward_model_dtype, runtime=self.job.runtime)
+        model = warm.reward_model(self.model, dtype=self.job.score.reward_model_dtype, runtime=self.job.runtime)
         with memory_errors("scoring with the reward model", "lower runtime.micro_batch_tokens"):
             values = model.score(rows, budget=self.job.runtime.micro_batch_tokens)
         seconds = (time.monotonic() - started) / len(samples)
@@ -89,7 +88,7 @@ class RewardModelScorer:
         return tokenizer.encode_conversation([*turns, {"role": "assistant", "content": sample.completion}])
 
 
-def reward_model_scorer(job: ScoreJob, context: Context, rollouts: Artifact) -> RewardModelScorer | None:
+def reward_model_scorer(job: ScoreJob, rollouts: Artifact) -> RewardModelScorer | None:
     """Return the scorer of the reward model that the job names, None where it names none.
 
     Raises:
@@ -100,7 +99,7 @@ def reward_model_scorer(job: ScoreJob, context: Context, rollouts: Artifact) -> 
     assert rollouts.manifest.sampling is not None
     model = open_reward_model(job.score.reward_model)
     rule = model.text_rule(rollouts.manifest.sampling.prompt_format)
-    return RewardModelScorer(model=model, rule=rule, job=job, context=context)
+    return RewardModelScorer(model=model, rule=rule, job=job)
 
 
 def _outcome(value: float, seconds: float) -> RewardOutcome:

@@ -9,18 +9,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from grpoctl.algorithms.seeds import identity_order, identity_seed
+from grpoctl.artifacts.artifact import ArtifactWriter
 from grpoctl.artifacts.canonical import sha256_json
 from grpoctl.engines.base import OptimizerSettings, TokenIds
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
+from grpoctl.engines.warm import set_threads
 from grpoctl.errors import GateFailed, InputRefused, UsageError
-from grpoctl.inputs.policies import Policy, open_policy
+from grpoctl.inputs.policies import PolicyFolder, open_policy
 from grpoctl.inputs.preferences import Pair, PreferenceSet, Text, load_preferences
 from grpoctl.inputs.reward_models import is_reward_model
 from grpoctl.processes.memory import memory_errors
 from grpoctl.settings.fields import defining
 from grpoctl.settings.jobs import RewardModelJob
-from grpoctl.stages.reward_model.write import STAGE, facts_of, scratch_folder, trained_already, written
-from grpoctl.stages.stage import Context, StageResult, check_outside, set_threads
+from grpoctl.stages.context import Context
+from grpoctl.stages.reward_model.write import STAGE_NAME, facts_of, find_trained, scratch_folder, write_reward_model
+from grpoctl.stages.stage import Definition, Facts, Prepared, Stage
 
 log = logging.getLogger("grpoctl")
 CURVE_POINTS: Final = 20
@@ -37,54 +40,95 @@ class _Split:
     num_skipped: int
 
 
-def run(job: RewardModelJob, context: Context) -> StageResult:
-    """Train a reward model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelInputs:
+    """The language model that gets a head, and the pairs."""
+
+    base: PolicyFolder
+    preferences: PreferenceSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelPlan:
+    """The pairs as ids, what they are fitted to, and what is known of them."""
+
+    base: PolicyFolder
+    preferences: PreferenceSet
+    tokenizer: Tokenizer
+    split: _Split
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Numbers of pairs."""
+        split = self.split
+        return {
+            "num_pairs": len(split.training),
+            "num_held_out": len(split.held_out),
+            "num_skipped": split.num_skipped,
+        }
+
+
+def open_inputs(job: RewardModelJob) -> RewardModelInputs:
+    """Open the base and read the pairs.
 
     Raises:
-        UsageError: no preference file named, or out lies inside an input.
-        InputRefused: unusable pairs, pairs too long for the model, or a base that isn't a plain language model.
-        GateFailed: the loss is no longer finite.
-        Conflict: something else lies at `out`.
+        UsageError: no preference file named.
+        InputRefused: unusable pairs, or a base that isn't a plain language model.
     """
     if job.preferences is None:
         raise UsageError("name the file of pairs with --preferences (Parquet or JSONL with prompt, chosen, rejected)")
-    check_outside(job.out, job.preferences, job.base)
     if "base" not in job.model_fields_set:
         log.info("no --base: using the built-in tiny policy, builtin:tiny")
     base = open_policy(job.base)
     if is_reward_model(base.folder):
         raise InputRefused(f"{job.base}: is a reward model already; name a language model as --base")
-    preferences = load_preferences(job.preferences, job.reward_model)
-    definition = _definition(job, base, preferences)
-    done = trained_already(job.out, definition)
-    if done is not None:
-        return done
-    for note in preferences.notes:
+    return RewardModelInputs(base=base, preferences=load_preferences(job.preferences, job.reward_model))
+
+
+def define(job: RewardModelJob, inputs: RewardModelInputs) -> Definition:
+    """Return what the reward model is made of."""
+    base = inputs.base
+    return Definition(
+        values={
+            "stage": STAGE_NAME,
+            "reward_model": defining(job.reward_model),
+            "seed": job.seed,
+            "preferences": inputs.preferences.digest,
+            "base": {"weights_digest": base.weights_digest, "tokenizer_digest": base.tokenizer_digest},
+        }
+    )
+
+
+def prepare(job: RewardModelJob, inputs: RewardModelInputs, context: Context) -> Prepared[RewardModelPlan]:
+    """Tokenise the pairs, and hold some out.
+
+    Raises:
+        InputRefused: pairs too long for the model.
+    """
+    for note in inputs.preferences.notes:
         log.warning("%s: %s", job.preferences, note)
-    tokenizer = load_tokenizer(base.folder, base.ref)
-    split = _split(job, preferences, tokenizer)
-    facts = {"num_pairs": len(split.training), "num_held_out": len(split.held_out), "num_skipped": split.num_skipped}
-    if context.dry_run:
-        planned = {"fingerprint": sha256_json(definition), "num_steps": _num_steps(job, split), **facts}
-        return StageResult(stage=STAGE, out=job.out, state="planned", artifact=None, facts=planned)
+    tokenizer = load_tokenizer(inputs.base.folder, inputs.base.ref)
+    split = _split(job, inputs.preferences, tokenizer)
+    plan = RewardModelPlan(base=inputs.base, preferences=inputs.preferences, tokenizer=tokenizer, split=split)
+    fingerprint = sha256_json(define(job, inputs).values)
+    return Prepared(plan=plan, facts={"fingerprint": fingerprint, "num_steps": _num_steps(job, split), **plan.facts})
+
+
+def compute(job: RewardModelJob, plan: RewardModelPlan, writer: ArtifactWriter, context: Context) -> Facts:
+    """Fit the model and write its folder.
+
+    Raises:
+        GateFailed: the loss is no longer finite.
+        Conflict: something else was put there meanwhile.
+    """
     set_threads(job.runtime)
     with scratch_folder(job.out) as scratch:
         with memory_errors("training the reward model", "lower runtime.micro_batch_tokens"):
-            model = _fresh(job, base, tokenizer)
-            stats = _trained(job, context, model, preferences.digest, split)
-        numbers = {**facts, **stats, "template": preferences.format}
-        record = written(job, base, model, definition, numbers, scratch=scratch)
-    return StageResult(stage=STAGE, out=job.out, state="done", artifact=None, facts=facts_of(record))
-
-
-def _definition(job: RewardModelJob, base: Policy, preferences: PreferenceSet) -> dict[str, Any]:
-    return {
-        "stage": STAGE,
-        "reward_model": defining(job.reward_model),
-        "seed": job.seed,
-        "preferences": preferences.digest,
-        "base": {"weights_digest": base.weights_digest, "tokenizer_digest": base.tokenizer_digest},
-    }
+            model = _new_model(job, plan.base, plan.tokenizer)
+            stats = _train(job, context, model, plan.preferences.digest, plan.split)
+        numbers = {**plan.facts, **stats, "template": plan.preferences.format}
+        record = write_reward_model(job, plan.base, model, writer.work.definition, numbers, scratch=scratch)
+    return Facts(stats=facts_of(record))
 
 
 def _split(job: RewardModelJob, preferences: PreferenceSet, tokenizer: Tokenizer) -> _Split:
@@ -152,7 +196,7 @@ def _num_steps(job: RewardModelJob, split: _Split) -> int:
     return job.reward_model.epochs * -(-len(split.training) // job.reward_model.batch_size)
 
 
-def _fresh(job: RewardModelJob, base: Policy, tokenizer: Tokenizer) -> Any:
+def _new_model(job: RewardModelJob, base: PolicyFolder, tokenizer: Tokenizer) -> Any:
     from grpoctl.engines.value_head.model import new_reward_model
 
     return new_reward_model(
@@ -165,7 +209,7 @@ def _fresh(job: RewardModelJob, base: Policy, tokenizer: Tokenizer) -> Any:
     )
 
 
-def _trained(job: RewardModelJob, context: Context, model: Any, digest: str, split: _Split) -> dict[str, Any]:
+def _train(job: RewardModelJob, context: Context, model: Any, digest: str, split: _Split) -> dict[str, Any]:
     """Fit the model in place; return its numbers."""
     from grpoctl.engines.value_head.trainer import PreferenceTrainer
 
@@ -215,3 +259,16 @@ def _fit(job: RewardModelJob, context: Context, trainer: Any, pairs: Sequence[An
             since.clear()
             log.info("step %d/%d  loss %.4f  grad %.3f", step + 1, len(batches), curve[str(step + 1)], norm)
     return curve
+
+
+STAGE = Stage(
+    name=STAGE_NAME,
+    job=RewardModelJob,
+    table=None,
+    reads=lambda job: (job.preferences, job.base),
+    open=open_inputs,
+    define=define,
+    prepare=prepare,
+    compute=compute,
+    already=lambda job, inputs, work, context: find_trained(job.out, work.definition),
+)

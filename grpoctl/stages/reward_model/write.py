@@ -24,15 +24,15 @@ from grpoctl.artifacts.storage import (
     storage_errors,
 )
 from grpoctl.errors import Conflict, InputRefused, TryAgain
-from grpoctl.inputs.policies import Policy, policy_files, tokenizer_digest, weights_digest
+from grpoctl.inputs.policies import PolicyFolder, policy_files, tokenizer_digest, weights_digest
 from grpoctl.inputs.reward_models import REWARD_MODEL_RECORD, RewardModelRecord, parsed_record
 from grpoctl.settings.jobs import RewardModelJob
 from grpoctl.stages.stage import StageResult, environment
 
-STAGE: Final = "reward-model train"
+STAGE_NAME: Final = "reward-model train"
 
 
-def trained_already(out: str, definition: Mapping[str, Any]) -> StageResult | None:
+def find_trained(out: str, definition: Mapping[str, Any]) -> StageResult | None:
     """Return the result where this very model lies at `out`, None where nothing does.
 
     Raises:
@@ -44,7 +44,7 @@ def trained_already(out: str, definition: Mapping[str, Any]) -> StageResult | No
         record = parsed_record(data, out)
         if record.fingerprint != sha256_json(definition):
             raise conflict(out, record.definition, definition)
-        return StageResult(stage=STAGE, out=out, state="already_done", artifact=None, facts=facts_of(record))
+        return StageResult(stage=STAGE_NAME, out=out, state="already_done", artifact=None, facts=facts_of(record))
     names = list_names(location)
     if not names and exists(location) and not location.filesystem.isdir(location.path):
         raise Conflict(f"{out}: is a file; choose another --out")
@@ -91,9 +91,9 @@ def scratch_folder(out: str) -> Generator[Path, None, None]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def written(
+def write_reward_model(
     job: RewardModelJob,
-    base: Policy,
+    base: PolicyFolder,
     model: Any,
     definition: Mapping[str, Any],
     stats: Mapping[str, Any],
@@ -122,7 +122,7 @@ def written(
         **{name: stats[name] for name in own},
     )
     (scratch / REWARD_MODEL_RECORD).write_text(record.model_dump_json(indent=1))
-    _moved(scratch, job.out, definition)
+    _move_into_place(scratch, job.out, definition)
     return record
 
 
@@ -136,7 +136,7 @@ def _carry(base: Path, folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _moved(scratch: Path, out: str, definition: Mapping[str, Any]) -> None:
+def _move_into_place(scratch: Path, out: str, definition: Mapping[str, Any]) -> None:
     """Put the finished folder at its place; another process may have been there first."""
     location = locate(out)
     if location.is_local:
@@ -144,7 +144,7 @@ def _moved(scratch: Path, out: str, definition: Mapping[str, Any]) -> None:
             with storage_errors(location):
                 os.rename(scratch, location.path)
         except TryAgain:  # another process was there first: with this very model, or Conflict
-            if trained_already(out, definition) is None:
+            if find_trained(out, definition) is None:
                 raise
         return
     for path in sorted(scratch.iterdir()):

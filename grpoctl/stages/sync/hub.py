@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from grpoctl.artifacts.manifest import PolicyRecord
-from grpoctl.engines.tokenizer import require
+from grpoctl.engines.warm import Warm
 from grpoctl.errors import Conflict, GrpoctlError, InputRefused, TryAgain, UsageError
+from grpoctl.extras import require
 from grpoctl.inputs.policies import ADAPTER, POLICY_RECORD
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubTarget:
+class HubDestination:
     """A repository as it was when it was looked at: every commit goes on top of that head, or isn't made.
 
     Args:
@@ -99,7 +100,7 @@ class HubTarget:
         """Return a temporary folder for the files that are verified and uploaded."""
         return tempfile.TemporaryDirectory(prefix="grpoctl-sync-")
 
-    def complete(self, name: str, digest: str) -> dict[str, Any]:
+    def complete(self, name: str, digest: str, warm: Warm) -> dict[str, Any]:
         """Tag what is on main already, where a kill came between commit and tag; return facts.
 
         Raises:
@@ -109,7 +110,7 @@ class HubTarget:
         self._tag(name, self.head.oid, digest)
         return {}
 
-    def publish(self, folder: Path, name: str) -> dict[str, Any]:
+    def publish(self, folder: Path, name: str, warm: Warm) -> dict[str, Any]:
         """Commit a policy's files to main, all in one, and tag the commit; return facts.
 
         Raises:
@@ -143,7 +144,7 @@ class HubTarget:
             )
         return record.weights_digest
 
-    def point_to(self, name: str, version: int, digest: str) -> dict[str, Any]:
+    def point_to(self, name: str, version: int, digest: str, warm: Warm) -> dict[str, Any]:
         """Commit the files of a published version to main again; return facts.
 
         Raises:
@@ -231,7 +232,7 @@ def is_hub(url: str) -> bool:
     return url.startswith(SCHEME)
 
 
-def open_hub(url: str, servers: Sequence[str] = ()) -> HubTarget:
+def open_hub(url: str, servers: Sequence[str] = ()) -> HubDestination:
     """Look at a repository of the hub.
 
     Args:
@@ -251,7 +252,7 @@ def open_hub(url: str, servers: Sequence[str] = ()) -> HubTarget:
     found = REPOSITORY.fullmatch(url)
     if found is None:
         raise UsageError(f"--to {url}: expected hf://ORG/NAME, a model repository; versions become its tags")
-    require("huggingface_hub", "hub")
+    require("huggingface_hub")
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -267,9 +268,9 @@ def open_hub(url: str, servers: Sequence[str] = ()) -> HubTarget:
         except RepositoryNotFoundError as error:
             if error.response.status_code != 404:  # 401: there may be one that this token can't see
                 raise
-            return HubTarget(url=url, repository=repository, api=api, head=None, tags={})
+            return HubDestination(url=url, repository=repository, api=api, head=None, tags={})
     tags = {tag.name: tag.target_commit for tag in refs.tags}
-    return HubTarget(url=url, repository=repository, api=api, head=_revision(api, repository, None), tags=tags)
+    return HubDestination(url=url, repository=repository, api=api, head=_revision(api, repository, None), tags=tags)
 
 
 def _revision(api: HfApi, repository: str, revision: str | None) -> Revision:

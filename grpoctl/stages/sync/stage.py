@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpoctl.artifacts.artifact import Artifact, open_artifact
+from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, open_artifact
 from grpoctl.artifacts.manifest import PolicyRecord
 from grpoctl.artifacts.storage import (
     Location,
@@ -22,11 +22,14 @@ from grpoctl.artifacts.storage import (
     storage_errors,
     write_bytes,
 )
+from grpoctl.engines.proof import forced_logprobs, gap_between
 from grpoctl.engines.tokenizer import load_tokenizer
+from grpoctl.engines.warm import Warm, set_threads
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
 from grpoctl.inputs.policies import ADAPTER, POINTER, POLICY_RECORD, PROBE_RECORD, open_policy, tensor_digests
 from grpoctl.settings.jobs import SyncJob
-from grpoctl.stages.stage import Context, StageResult, check_outside, set_threads
+from grpoctl.stages.context import Context
+from grpoctl.stages.stage import Definition, Facts, Prepared, Stage, StageResult
 from grpoctl.stages.sync.hub import is_hub, open_hub
 from grpoctl.stages.sync.servers import load_servers
 
@@ -36,7 +39,7 @@ def version_name(version: int) -> str:
     return f"v{version:06d}"
 
 
-class Target(Protocol):
+class Destination(Protocol):
     """Where versions of a policy are published, with one of them the current one."""
 
     def ref(self, name: str) -> str:
@@ -55,11 +58,11 @@ class Target(Protocol):
         """Return a temporary folder for the files to be published."""
         ...
 
-    def complete(self, name: str, digest: str) -> dict[str, Any]:
+    def complete(self, name: str, digest: str, warm: Warm) -> dict[str, Any]:
         """Do again what comes after the publishing of the current version; return facts."""
         ...
 
-    def publish(self, folder: Path, name: str) -> dict[str, Any]:
+    def publish(self, folder: Path, name: str, warm: Warm) -> dict[str, Any]:
         """Publish a verified folder and make it the current version; return facts."""
         ...
 
@@ -67,64 +70,107 @@ class Target(Protocol):
         """Return the weights digest of a published version."""
         ...
 
-    def point_to(self, name: str, version: int, digest: str) -> dict[str, Any]:
+    def point_to(self, name: str, version: int, digest: str, warm: Warm) -> dict[str, Any]:
         """Make an earlier version the current one; return facts."""
         ...
 
 
-def run(job: SyncJob, context: Context) -> StageResult:
-    """Publish an update's policy under `to`, or go back to an earlier version there.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncInputs:
+    """Where to, and what: an update, or a version that is published already; its weights digest."""
+
+    destination: Destination
+    update: Artifact | None
+    name: str
+    version: int
+    digest: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is told of it in any case."""
+        return {"version": self.version, "weights_digest": self.digest}
+
+
+def open_inputs(job: SyncJob) -> SyncInputs:
+    """Look at the destination and open the update.
 
     Raises:
         UsageError: neither an update nor a version to roll back to is named, or servers together with the hub.
+        InputRefused: something else than an update.
+    """
+    if job.rollback is None and job.update is None:
+        raise UsageError("name the update artifact with --update, or a version with --rollback")
+    destination: Destination = (
+        open_hub(job.to, job.servers) if is_hub(job.to) else FolderDestination(job=job, place=locate(job.to))
+    )
+    if job.rollback is not None:
+        name, version = version_name(job.rollback), job.rollback
+        digest = destination.digest(name)
+        return SyncInputs(destination=destination, update=None, name=name, version=version, digest=digest)
+    assert job.update is not None
+    update = open_artifact(job.update, table="steps")
+    policy = update.manifest.policy
+    assert policy is not None
+    return SyncInputs(
+        destination=destination,
+        update=update,
+        name=version_name(policy.version),
+        version=policy.version,
+        digest=policy.weights_digest,
+    )
+
+
+def define(job: SyncJob, inputs: SyncInputs) -> Definition:
+    """Return what is published; the version's record, not a manifest, tells it from others."""
+    return Definition(values={"stage": "sync", **inputs.facts})
+
+
+def already_current(job: SyncJob, inputs: SyncInputs, work: Work, context: Context) -> StageResult | None:
+    """Return the result where this version is published and current, after what comes last was done again.
+
+    Raises:
+        Conflict: the version was published from other weights.
+    """
+    if inputs.update is None:
+        return None
+    destination, name, facts = inputs.destination, inputs.name, inputs.facts
+    if not destination.is_current(name, inputs.version, inputs.digest):
+        return None
+    if not context.dry_run:
+        facts |= destination.complete(name, inputs.digest, context.warm)
+    return StageResult(stage="sync", out=destination.ref(name), state="already_done", artifact=None, facts=facts)
+
+
+def prepare(job: SyncJob, inputs: SyncInputs, context: Context) -> Prepared[SyncInputs]:
+    """Refuse a destination where nothing can be published."""
+    if inputs.update is not None:
+        inputs.destination.check()
+    return Prepared(plan=inputs, facts=inputs.facts, out=inputs.destination.ref(inputs.name))
+
+
+def compute(job: SyncJob, inputs: SyncInputs, writer: ArtifactWriter, context: Context) -> Facts:
+    """Publish an update's policy, or go back to an earlier version.
+
+    Raises:
         InputRefused: files that differ from the manifest, or tensors that differ in name or shape from the parent's.
         GateFailed: the published folder, or a server that loaded it, doesn't answer like the update engine on the probe.
         Conflict: another policy is published under this version.
     """
-    if job.rollback is None and job.update is None:
-        raise UsageError("name the update artifact with --update, or a version with --rollback")
-    target: Target = (
-        open_hub(job.to, job.servers) if is_hub(job.to) else Folder(job=job, context=context, place=locate(job.to))
-    )
-    if job.rollback is not None:
-        return _roll_back(target, job.rollback, dry_run=context.dry_run)
-    assert job.update is not None
-    check_outside(job.to, job.update, flag="--to")
-    update = open_artifact(job.update, table="steps")
-    identity = update.manifest.policy
-    assert identity is not None
-    name, digest = version_name(identity.version), identity.weights_digest
-    facts: dict[str, Any] = {"version": identity.version, "weights_digest": digest}
-    if target.is_current(name, identity.version, digest):
-        if not context.dry_run:
-            facts |= target.complete(name, digest)
-        return _result(target, name, "already_done", facts)
-    target.check()
-    if context.dry_run:
-        return _result(target, name, "planned", facts)
+    destination, name, update, facts = inputs.destination, inputs.name, inputs.update, inputs.facts
+    out = destination.ref(name)
+    if update is None:
+        told = destination.point_to(name, inputs.version, inputs.digest, context.warm)
+        return Facts(stats={**facts, **told}, out=out)
     started = time.monotonic()
-    with target.scratch() as scratch:
+    with destination.scratch() as scratch:
         folder = update.fetch_files("policy", Path(scratch) / "policy")
         if job.sync.adapters == "beside" and update.has_files(ADAPTER):
             update.fetch_files(ADAPTER, folder / ADAPTER)
         num_tensors = _compare_with_parent(update, folder)
-        gap = _probe_gap(job, context, update, folder)
-        facts |= target.publish(folder, name)
+        gap = _probe_gap(job, update, folder)
+        facts |= destination.publish(folder, name, context.warm)
     facts |= {"num_tensors": num_tensors, "probe_gap_max": gap, "seconds": time.monotonic() - started}
-    return _result(target, name, "done", facts)
-
-
-def _roll_back(target: Target, version: int, *, dry_run: bool) -> StageResult:
-    name = version_name(version)
-    digest = target.digest(name)
-    facts: dict[str, Any] = {"version": version, "weights_digest": digest}
-    if dry_run:
-        return _result(target, name, "planned", facts)
-    return _result(target, name, "done", facts | target.point_to(name, version, digest))
-
-
-def _result(target: Target, name: str, state: str, facts: dict[str, Any]) -> StageResult:
-    return StageResult(stage="sync", out=target.ref(name), state=state, artifact=None, facts=facts)
+    return Facts(stats=facts, out=out)
 
 
 def _compare_with_parent(update: Artifact, folder: Path) -> int:
@@ -145,10 +191,9 @@ def _compare_with_parent(update: Artifact, folder: Path) -> int:
     return len(ours)
 
 
-def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -> float | None:
+def _probe_gap(job: SyncJob, update: Artifact, folder: Path) -> float | None:
     """Load the folder afresh and compare its log-probabilities on the stored rows with the update engine's."""
     from grpoctl.engines.torch.model import load_policy
-    from grpoctl.stages.probe import largest_gap, probe_logprobs
 
     set_threads(job.runtime)
     probe = json.loads((folder / PROBE_RECORD).read_bytes())
@@ -161,8 +206,8 @@ def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -
         device=job.runtime.device,
         dtype=str(update.manifest.config["update"]["dtype"]),
     )
-    found = probe_logprobs(model, probe["prompt_ids"], probe["completion_ids"])
-    gap = largest_gap(found, probe["logprobs"])
+    found = forced_logprobs(model, probe["prompt_ids"], probe["completion_ids"])
+    gap = gap_between(found, probe["logprobs"]).max
     if not gap <= job.sync.max_probe_gap:
         raise GateFailed(
             f"{update.url}: the reloaded policy's log-probabilities differ by {gap:.3g} nats from the update engine's, "
@@ -172,11 +217,10 @@ def _probe_gap(job: SyncJob, context: Context, update: Artifact, folder: Path) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
+class FolderDestination:
     """A folder of versions on a file system: the files first, a version's record last, and only then CURRENT."""
 
     job: SyncJob
-    context: Context
     place: Location
 
     def ref(self, name: str) -> str:
@@ -214,11 +258,11 @@ class Folder:
                 dir=self.place.path if self.place.is_local else None, prefix=".tmp-sync-"
             )
 
-    def complete(self, name: str, digest: str) -> dict[str, Any]:
+    def complete(self, name: str, digest: str, warm: Warm) -> dict[str, Any]:
         """Load the servers: they may have been restarted since, or were down then; return facts."""
-        return self._served(name)
+        return self._load_servers(name, warm)
 
-    def publish(self, folder: Path, name: str) -> dict[str, Any]:
+    def publish(self, folder: Path, name: str, warm: Warm) -> dict[str, Any]:
         """Copy the files, have servers load them, and point CURRENT there; return facts.
 
         Raises:
@@ -226,7 +270,7 @@ class Folder:
         """
         _publish(folder, self.place.child(name))
         record = PolicyRecord.model_validate_json((folder / POLICY_RECORD).read_bytes())
-        return self.point_to(name, record.version, record.weights_digest)
+        return self.point_to(name, record.version, record.weights_digest, warm)
 
     def digest(self, name: str) -> str:
         """Return the weights digest of a published version, whose files are checked.
@@ -238,15 +282,15 @@ class Folder:
             raise InputRefused(f"{self.ref(name)}: no such published version; see the folders in {self.job.to}")
         return open_policy(self.place.child(name).url).weights_digest
 
-    def point_to(self, name: str, version: int, digest: str) -> dict[str, Any]:
+    def point_to(self, name: str, version: int, digest: str, warm: Warm) -> dict[str, Any]:
         """Have servers load a published version, and only then point CURRENT there; return facts."""
-        facts = self._served(name)
+        facts = self._load_servers(name, warm)
         pointer = {"name": name, "version": version, "weights_digest": digest}
         write_bytes(self.place.child(POINTER), json.dumps(pointer).encode())
         return facts
 
-    def _served(self, name: str) -> dict[str, Any]:
-        gaps = load_servers(self.job, self.context, self.place.child(name))
+    def _load_servers(self, name: str, warm: Warm) -> dict[str, Any]:
+        gaps = load_servers(self.job, warm, self.place.child(name))
         return {"server_gap_max": gaps} if gaps else {}
 
 
@@ -262,3 +306,16 @@ def _publish(folder: Path, place: Location) -> None:
         theirs = PolicyRecord.model_validate_json(read_bytes(place.child(POLICY_RECORD)))
         if theirs.weights_digest != PolicyRecord.model_validate_json(record).weights_digest:
             raise Conflict(f"{place.url}: another policy was published here meanwhile; publish to another folder")
+
+
+STAGE = Stage(
+    name="sync",
+    job=SyncJob,
+    table=None,
+    reads=lambda job: () if job.rollback is not None else (job.update,),
+    open=open_inputs,
+    define=define,
+    prepare=prepare,
+    compute=compute,
+    already=already_current,
+)

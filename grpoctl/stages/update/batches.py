@@ -24,16 +24,16 @@ class TrainingRows:
     Args:
         rows: token ids, masks and the sampler's log-probabilities
         advantages: (B) per-token advantages as (T,) arrays; None where the row has none
-        old_logprobs: (B) the ratio's denominator by token; None where the row has none
-        recomputed: (B) old_logprobs where recomputed ones exist (for the off-policy correction)
+        denominator_logprobs: (B) what the ratio divides by, by token; None where the row has none
+        old_logprobs: (B) recomputed by the training framework, where there are any
         ref_logprobs: (B) reference log-probabilities, or None where there are none at all
         trainable: rows with an advantage and at least one token under the mask, in order
     """
 
     rows: TokenRows
     advantages: list[FloatVector | None]
+    denominator_logprobs: list[FloatVector | None]
     old_logprobs: list[FloatVector | None]
-    recomputed: list[FloatVector | None]
     ref_logprobs: list[FloatVector | None]
     trainable: list[int]
 
@@ -49,18 +49,20 @@ def load_training_rows(
     table = rollouts.read(TOKEN_COLUMNS)
     rows = token_rows(table, rollouts, vocab_size=vocab_size)
     empty: list[FloatVector | None] = [None] * len(rows.sample_ids)
-    recomputed, reference = empty, empty
+    old_logprobs, reference = empty, empty
     if logprobs is not None:
         computed = logprobs.read()
         require_same_rows(rows.sample_ids, computed["sample_id"].to_pylist(), logprobs.url)
-        recomputed = float_lists(computed["old_logprobs"])
+        old_logprobs = float_lists(computed["old_logprobs"])
         reference = float_lists(computed["ref_logprobs"])
-        _check_lengths(rows, recomputed, f"{logprobs.url}: old_logprobs")
+        _check_lengths(rows, old_logprobs, f"{logprobs.url}: old_logprobs")
         _check_lengths(rows, reference, f"{logprobs.url}: ref_logprobs")
     advantages = _advantages(rows, scores)
-    old = recomputed if job.update.old == "old_logprobs" else rows.rollout_logprobs
-    trainable = [i for i, mask in enumerate(rows.masks) if advantages[i] is not None and bool(mask.any())]
-    _require(trainable, old, f"update.old: {job.update.old}", "run `grpoctl logprob --policy …` and give --logprobs")
+    denominator = old_logprobs if job.update.old == "old_logprobs" else rows.rollout_logprobs
+    trainable = [i for i, mask in enumerate(rows.completion_masks) if advantages[i] is not None and bool(mask.any())]
+    _require(
+        trainable, denominator, f"update.old: {job.update.old}", "run `grpoctl logprob --policy …` and give --logprobs"
+    )
     if job.update.kl_coef > 0:
         _require(
             trainable, reference, "update.kl_coef above 0", "run `grpoctl logprob --reference …` and give --logprobs"
@@ -68,8 +70,8 @@ def load_training_rows(
     return TrainingRows(
         rows=rows,
         advantages=advantages,
-        old_logprobs=old,
-        recomputed=recomputed,
+        denominator_logprobs=denominator,
+        old_logprobs=old_logprobs,
         ref_logprobs=reference,
         trainable=trainable,
     )

@@ -31,7 +31,7 @@ def step_statistics(job: UpdateJob, step: Step, sums: StepSums) -> dict[str, Any
         "correction_mean": sums.correction_sum / count if job.update.correction != "none" else None,
         "entropy": sums.entropy_sum / count if job.update.entropy else None,
         "num_tokens": sums.num_tokens,
-        "num_sequences": sum(bool(step.data.rows.masks[row].any()) for row in step.rows),
+        "num_sequences": sum(bool(step.data.rows.completion_masks[row].any()) for row in step.rows),
         "num_micro_batches": sums.num_micro_batches,
     }
 

@@ -6,71 +6,42 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpoctl.artifacts.artifact import Work, open_artifact
+from grpoctl.artifacts.artifact import ArtifactWriter, open_artifact
 from grpoctl.artifacts.lineage import require_made_from
 from grpoctl.artifacts.manifest import PolicyIdentity
 from grpoctl.artifacts.tables import STEPS
+from grpoctl.engines.registry import training_engine
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused
-from grpoctl.inputs.policies import Policy, open_policy
-from grpoctl.processes.local_ranks import data_ranks, needs_processes, run_in_processes
+from grpoctl.inputs.policies import PolicyFolder, open_policy
 from grpoctl.settings.fields import defining
 from grpoctl.settings.jobs import UpdateJob
-from grpoctl.stages.stage import (
-    Context,
-    StageResult,
-    already_done,
-    check_outside,
-    finished,
-    planned,
-    require_same_tokenizer,
-)
-from grpoctl.stages.update.batches import TrainingRows, has_signal, load_training_rows, mini_batches, num_mini_batches
+from grpoctl.stages.context import Context
+from grpoctl.stages.stage import Definition, Facts, Prepared, Stage, data_parallel_ranks, require_same_tokenizer
+from grpoctl.stages.update.batches import has_signal, load_training_rows, mini_batches, num_mini_batches
+from grpoctl.stages.update.inputs import UpdateInputs, UpdatePlan
 from grpoctl.stages.update.report import check_limits, step_statistics
 from grpoctl.stages.update.step import Step, StepSettings, learning_rate
-from grpoctl.stages.update.trainer import keep_warm, ready_trainer
-from grpoctl.stages.update.write import Trained, UpdateInputs, write_update
+from grpoctl.stages.update.trainer import keep_warm, load_trainer
+from grpoctl.stages.update.write import Trained, write_update
 
 log = logging.getLogger("grpoctl")
 
 
-def run(job: UpdateJob, context: Context) -> StageResult:
-    """Update a policy from rollouts, scores and logprobs.
+def prepare(job: UpdateJob, inputs: UpdateInputs, context: Context) -> Prepared[UpdatePlan]:
+    """Read and join the rows, and refuse what would train on the wrong thing.
 
     Raises:
+        UsageError: settings that the engine doesn't have.
         InputRefused: inputs that don't belong together, stale rollouts, truncated sampling, missing log-probabilities.
         Conflict: the policy was trained on these very rollouts before.
-        GateFailed: no group has signal, too many non-finite steps, or a limit was crossed.
+        GateFailed: no group has signal.
     """
-    ranks = context.join(job.runtime)
-    with ranks.agreed():
-        prepared = _prepare(job, context)
-    if isinstance(prepared, StageResult):
-        return prepared
-    work, inputs, data = prepared
-    if needs_processes(job.runtime.num_processes, engine=job.update.engine):
-        return run_in_processes("update", job, context, work)
-    with ranks.lost_peers():
-        return _train(job, context, work, inputs, data)
-
-
-def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, UpdateInputs, TrainingRows]:
-    """Return what there is to train on, or the result where nothing is to be done; every rank reads the same files."""
-    check_outside(job.out, job.rollouts, job.scores, job.logprobs, job.policy, job.resume_from)
-    inputs = _open(job)
-    work = Work(
-        stage="update",
-        table=STEPS,
-        definition=_definition(job, inputs),
-        config={**job.model_dump(mode="json"), "policy": _lasting(job.policy)},
-        parents=_parents(inputs),
-    )
-    done = already_done(job.out, work)
-    if done is not None:
-        return done
+    training_engine(job.update.engine).refuse(job.update, job.runtime)
     _check(job, inputs)
     vocab_size = load_tokenizer(inputs.policy.folder, inputs.policy.ref).vocab_size
     data = load_training_rows(job, inputs.rollouts, inputs.scores, inputs.logprobs, vocab_size=vocab_size)
@@ -80,14 +51,9 @@ def _prepare(job: UpdateJob, context: Context) -> StageResult | tuple[Work, Upda
             "a larger group_size or more prompts, check the reward, or go on with the next batch by `--set "
             "update.without_signal=pass_on`; a run branches off into a new --run-dir with `--from …/iter-N/rollout`"
         )
-    if context.dry_run:
-        steps = (
-            0
-            if not has_signal(data)
-            else job.update.epochs * num_mini_batches(data, job, group_size=_group_size(inputs))
-        )
-        return planned(job.out, work, num_steps=steps, num_completions=len(data.trainable))
-    return work, inputs, data
+    per_epoch = num_mini_batches(data, job, group_size=inputs.sampling.group_size) if has_signal(data) else 0
+    facts = {"num_steps": job.update.epochs * per_epoch, "num_completions": len(data.trainable)}
+    return Prepared(plan=UpdatePlan(inputs=inputs, data=data), facts=facts)
 
 
 def _lasting(ref: str) -> str:
@@ -95,7 +61,12 @@ def _lasting(ref: str) -> str:
     return str(Path(ref).resolve()) if "://" not in ref and Path(ref).exists() else ref
 
 
-def _open(job: UpdateJob) -> UpdateInputs:
+def open_inputs(job: UpdateJob) -> UpdateInputs:
+    """Open the artifacts and the policy.
+
+    Raises:
+        InputRefused: artifacts that weren't made from each other, or a state of another policy.
+    """
     rollouts = open_artifact(job.rollouts, table="rollouts")
     scores = open_artifact(job.scores, table="scores")
     require_made_from(scores, rollouts)
@@ -114,8 +85,9 @@ def _open(job: UpdateJob) -> UpdateInputs:
     return UpdateInputs(rollouts=rollouts, scores=scores, logprobs=logprobs, resume=resume, policy=policy)
 
 
-def _definition(job: UpdateJob, inputs: UpdateInputs) -> dict[str, Any]:
-    return {
+def define(job: UpdateJob, inputs: UpdateInputs) -> Definition:
+    """Return what the next policy is made of."""
+    values = {
         "stage": "update",
         "table_version": STEPS.version,
         "update": defining(job.update),
@@ -127,24 +99,18 @@ def _definition(job: UpdateJob, inputs: UpdateInputs) -> dict[str, Any]:
         "logprobs": inputs.logprobs.manifest.content_digest if inputs.logprobs else None,
         "trainer_state": inputs.resume.manifest.content_digest if inputs.resume else None,
     }
-
-
-def _parents(inputs: UpdateInputs) -> list[Any]:
     named = [("rollouts", inputs.rollouts), ("scores", inputs.scores)]
     named += [("logprobs", inputs.logprobs)] if inputs.logprobs else []
     named += [("trainer_state", inputs.resume)] if inputs.resume else []
-    return [artifact.parent(role) for role, artifact in named]
-
-
-def _group_size(inputs: UpdateInputs) -> int:
-    assert inputs.rollouts.manifest.sampling is not None
-    return inputs.rollouts.manifest.sampling.group_size
+    parents = [artifact.parent(role) for role, artifact in named]
+    config = {**job.model_dump(mode="json"), "policy": _lasting(job.policy)}
+    return Definition(values=values, parents=parents, config=config)
 
 
 def _check(job: UpdateJob, inputs: UpdateInputs) -> None:
     """Refuse inputs that would train on the wrong thing."""
-    sampled, sampling = inputs.rollouts.manifest.policy, inputs.rollouts.manifest.sampling
-    assert sampled is not None and sampling is not None
+    sampled, sampling = inputs.rollouts.manifest.policy, inputs.sampling
+    assert sampled is not None
     policy = inputs.policy
     require_same_tokenizer(policy, sampled.tokenizer_digest, job.rollouts)
     if inputs.digest in policy.consumed:
@@ -159,7 +125,7 @@ def _check(job: UpdateJob, inputs: UpdateInputs) -> None:
     _check_reference(job, inputs)
 
 
-def _check_staleness(job: UpdateJob, policy: Policy, sampled: PolicyIdentity) -> None:
+def _check_staleness(job: UpdateJob, policy: PolicyFolder, sampled: PolicyIdentity) -> None:
     staleness = policy.version - sampled.version
     if staleness == 0 and sampled.weights_digest == policy.weights_digest:
         return
@@ -184,44 +150,51 @@ def _check_reference(job: UpdateJob, inputs: UpdateInputs) -> None:
         )
 
 
-def _train(job: UpdateJob, context: Context, work: Work, inputs: UpdateInputs, data: TrainingRows) -> StageResult:
-    assert inputs.rollouts.manifest.sampling is not None
-    sampling = inputs.rollouts.manifest.sampling
-    sharers = data_ranks(job.update.engine, job.runtime, context.ranks)
-    trainer = ready_trainer(job, context, inputs)
+def compute(job: UpdateJob, plan: UpdatePlan, writer: ArtifactWriter, context: Context) -> Facts:
+    """Take all steps and write what they leave behind.
+
+    Raises:
+        GateFailed: too many non-finite steps, or a limit was crossed.
+    """
+    inputs, data, ranks = plan.inputs, plan.data, context.ranks
+    sharers = data_parallel_ranks(job.update.engine, job.runtime, ranks)
+    trainer = load_trainer(job, context.warm, inputs)
     settings = StepSettings(
         config=job.update,
-        temperature=sampling.temperature,
-        norm_tokens=job.update.norm_tokens or sampling.max_new_tokens,
+        temperature=inputs.sampling.temperature,
+        norm_tokens=job.update.norm_tokens or inputs.sampling.max_new_tokens,
         micro_batch_tokens=job.runtime.micro_batch_tokens,
     )
     started = time.monotonic()
-    with context.ranks.agreed():
-        learns = has_signal(data)
-        if not learns:
-            log.warning("%s: no group has differing rewards; the policy is passed on unchanged", job.scores)
-        plan = [
-            (epoch, rows)
-            for epoch in range(job.update.epochs if learns else 0)
-            for rows in mini_batches(data, job, digest=inputs.digest, group_size=sampling.group_size, epoch=epoch)
-        ]
+    with ranks.agreed():
+        batches = list(_batches(job, plan))
     trained = Trained(trainer=trainer, steps=[], tokens={})
-    for epoch, rows in context.follow(plan, "update"):
+    for epoch, rows in context.follow(batches, "update"):
         keep = job.update.token_stats and epoch == 0
         settings = dataclasses.replace(settings, keep_tokens=keep)
         step = Step(trainer=trainer, data=data, rows=rows, settings=settings, ranks=sharers)
         global_step = inputs.first_step + len(trained.steps)
         trained.steps.append({"epoch": epoch, **_take(step, job, global_step, trained.tokens)})
-        with context.ranks.agreed():
-            if context.ranks.is_first:
+        with ranks.agreed():
+            if ranks.is_first:
                 check_limits(job, trained.steps)
     trained = dataclasses.replace(trained, seconds=time.monotonic() - started)
-    written = write_update(job, work, inputs, data, trained, ranks=context.ranks)
-    if written is None:
-        return StageResult(stage="update", out=job.out, state="done", artifact=None, facts={})
-    writer, artifact, digest = written
-    keep_warm(job, context, trainer, artifact, digest)
-    return finished(writer, artifact)
+    facts = write_update(job, plan, trained, writer, ranks)
+    digest = facts.policy.weights_digest if facts.policy else ""
+    return dataclasses.replace(facts, then=lambda artifact: keep_warm(job, context.warm, trainer, artifact, digest))
+
+
+def _batches(job: UpdateJob, plan: UpdatePlan) -> Iterator[tuple[int, list[int]]]:
+    """Yield the epoch and the rows of every step."""
+    inputs = plan.inputs
+    if not has_signal(plan.data):
+        log.warning("%s: no group has differing rewards; the policy is passed on unchanged", job.scores)
+        return
+    for epoch in range(job.update.epochs):
+        for rows in mini_batches(
+            plan.data, job, digest=inputs.digest, group_size=inputs.sampling.group_size, epoch=epoch
+        ):
+            yield epoch, rows
 
 
 def _take(step: Step, job: UpdateJob, global_step: int, tokens: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -254,3 +227,16 @@ def _take(step: Step, job: UpdateJob, global_step: int, tokens: dict[int, dict[s
         "lr": lr,
         "seconds": time.monotonic() - started,
     }
+
+
+STAGE = Stage(
+    name="update",
+    job=UpdateJob,
+    table=STEPS,
+    reads=lambda job: (job.rollouts, job.scores, job.logprobs, job.policy, job.resume_from),
+    open=open_inputs,
+    define=define,
+    prepare=prepare,
+    compute=compute,
+    engine=lambda job: job.update.engine,
+)

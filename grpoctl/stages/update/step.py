@@ -20,7 +20,8 @@ from grpoctl.algorithms.correction import correction_weights
 from grpoctl.algorithms.kl import token_kl
 from grpoctl.algorithms.policy_loss import LOG_RATIO_LIMIT, LossSettings, TokenLoss, policy_loss
 from grpoctl.engines.base import FloatVector, Trainer
-from grpoctl.engines.micro_batches import Chunk, dealt_chunks
+from grpoctl.engines.forward import unit_logprobs
+from grpoctl.engines.micro_batches import MicroBatch, deal_micro_batches
 from grpoctl.processes.memory import memory_errors
 from grpoctl.processes.ranks import ALONE, Ranks
 from grpoctl.settings.fields import UpdateConfig
@@ -74,15 +75,15 @@ class StepSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """A micro-batch as matrices; `filled` marks real tokens, `mask` those with loss, both (B, T)."""
+class _Matrices:
+    """A micro-batch as matrices; `filled` marks real tokens, `completion_mask` those with loss, both (B, T)."""
 
     rows: list[int]
     filled: Tensor
-    mask: Tensor
+    completion_mask: Tensor
     advantages: Tensor
-    old: Tensor
-    recomputed: Tensor | None
+    denominator: Tensor
+    old: Tensor | None
     rollout: Tensor | None
     reference: Tensor | None
 
@@ -112,39 +113,42 @@ class Step:
             The sums over all ranks, and the denominator (0.0 where no token carries loss: nothing was run).
         """
         settings, rows = self.settings, self.data.rows
-        lengths = torch.tensor([int(rows.masks[row].sum()) for row in self.rows])
+        lengths = torch.tensor([int(rows.completion_masks[row].sum()) for row in self.rows])
         denominator = loss_denominator(
             lengths, aggregation=settings.config.aggregation, norm_tokens=settings.norm_tokens
         )
         sums = StepSums()
         if denominator == 0:
             return sums, denominator
-        chunks = dealt_chunks(
+        micro_batches = deal_micro_batches(
             [rows.prompt_ids[row] for row in self.rows],
             [rows.completion_ids[row] for row in self.rows],
             policy=self.trainer.policy,
             budget=settings.micro_batch_tokens,
             ranks=self.ranks,
         )
-        for chunk in chunks:
+        for micro_batch in micro_batches:
             with memory_errors("training", "lower runtime.micro_batch_tokens"):
-                if chunk.counts:
-                    self._micro_batch(chunk, denominator, sums)
+                if micro_batch.counts:
+                    self._micro_batch(micro_batch, denominator, sums)
                 else:
-                    self._padding(chunk)
-        return StepSums.total(self.ranks.gather(sums)), denominator
+                    self._padding(micro_batch)
+        return StepSums.total(self.ranks.all_gather(sums)), denominator
 
-    def _padding(self, chunk: Chunk) -> None:
+    def _padding(self, micro_batch: MicroBatch) -> None:
         """Run a forward and a backward whose gradient is 0, because other ranks run one more."""
-        flat, _ = self.trainer.logprobs(chunk.units, temperature=self.settings.temperature)
+        flat, _ = unit_logprobs(self.trainer.policy, micro_batch.units, temperature=self.settings.temperature)
         nothing = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
-        self.trainer.backward(torch.where(nothing, flat, 0.0).sum(), last=chunk.last)
+        self.trainer.backward(torch.where(nothing, flat, 0.0).sum(), last=micro_batch.last)
 
-    def _micro_batch(self, chunk: Chunk, denominator: float, sums: StepSums) -> None:
+    def _micro_batch(self, micro_batch: MicroBatch, denominator: float, sums: StepSums) -> None:
         config = self.settings.config
-        members = [self.rows[place] for unit in chunk.units for place in unit.rows]
-        flat, entropy = self.trainer.logprobs(
-            chunk.units, temperature=self.settings.temperature, with_entropy=config.entropy
+        members = [self.rows[place] for unit in micro_batch.units for place in unit.rows]
+        flat, entropy = unit_logprobs(
+            self.trainer.policy,
+            micro_batch.units,
+            temperature=self.settings.temperature,
+            with_entropy=config.entropy,
         )
         batch = _matrices(self.data, members, flat.device)
         logprobs = _spread(flat, batch.filled)
@@ -152,26 +156,26 @@ class Step:
         result = policy_loss(
             config.loss,
             logprobs,
-            old_logprobs=batch.old,
+            old_logprobs=batch.denominator,
             advantages=batch.advantages,
-            mask=batch.mask,
+            mask=batch.completion_mask,
             settings=_loss_settings(config),
             weights=weights,
         )
-        numerator = loss_numerator(result.loss, batch.mask, aggregation=config.aggregation)
+        numerator = loss_numerator(result.loss, batch.completion_mask, aggregation=config.aggregation)
         kl = _kl(logprobs, batch, config)
         total = numerator
         if kl is not None and config.kl_coef > 0:
-            kl_numerator = loss_numerator(kl, batch.mask, aggregation=config.aggregation)
+            kl_numerator = loss_numerator(kl, batch.completion_mask, aggregation=config.aggregation)
             total = numerator + config.kl_coef * kl_numerator
             sums.kl_numerator += float(kl_numerator.detach())
-        self.trainer.backward(total / denominator, last=chunk.last)
+        self.trainer.backward(total / denominator, last=micro_batch.last)
         sums.num_micro_batches += 1
         sums.policy_numerator += float(numerator.detach())
         with torch.no_grad():
             _collect(sums, batch, result, _Extras(kl, weights, entropy))
             terms = result.loss if kl is None else result.loss + config.kl_coef * kl
-            bad = ~torch.isfinite(torch.where(batch.mask, terms, 0.0)).all(dim=-1)
+            bad = ~torch.isfinite(torch.where(batch.completion_mask, terms, 0.0)).all(dim=-1)
             sums.nonfinite_rows += [members[i] for i in bad.nonzero()[:, 0].tolist()]
             if self.settings.keep_tokens:
                 _keep(sums, batch, logprobs, result, kl)
@@ -186,13 +190,13 @@ class _Extras:
     entropy: Tensor | None
 
 
-def _kl(logprobs: Tensor, batch: _Batch, config: UpdateConfig) -> Tensor | None:
+def _kl(logprobs: Tensor, batch: _Matrices, config: UpdateConfig) -> Tensor | None:
     if batch.reference is None:
         return None
-    kl = token_kl(logprobs, batch.reference, estimator=config.kl_estimator, mask=batch.mask)
+    kl = token_kl(logprobs, batch.reference, estimator=config.kl_estimator, mask=batch.completion_mask)
     if not config.kl_times_ratio:
         return kl
-    log_ratio = torch.where(batch.mask, logprobs - batch.old, 0.0)
+    log_ratio = torch.where(batch.completion_mask, logprobs - batch.denominator, 0.0)
     return kl * torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -201,14 +205,14 @@ def _loss_settings(config: UpdateConfig) -> LossSettings:
     return LossSettings(**{name: getattr(config, name) for name in names})
 
 
-def _weights(batch: _Batch, config: UpdateConfig) -> Tensor | None:
+def _weights(batch: _Matrices, config: UpdateConfig) -> Tensor | None:
     if config.correction == "none":
         return None
-    assert batch.recomputed is not None and batch.rollout is not None
+    assert batch.old is not None and batch.rollout is not None
     return correction_weights(
-        batch.recomputed,
+        batch.old,
         batch.rollout,
-        batch.mask,
+        batch.completion_mask,
         correction=config.correction,
         level=config.correction_level,
         cap=config.correction_cap,
@@ -216,13 +220,13 @@ def _weights(batch: _Batch, config: UpdateConfig) -> Tensor | None:
     )
 
 
-def _matrices(data: TrainingRows, members: list[int], device: torch.device) -> _Batch:
+def _matrices(data: TrainingRows, members: list[int], device: torch.device) -> _Matrices:
     lengths = [len(data.rows.completion_ids[row]) for row in members]
     width = max(lengths)
     filled = np.arange(width)[None, :] < np.array(lengths)[:, None]
     mask = np.zeros_like(filled)
     for place, row in enumerate(members):
-        mask[place, : lengths[place]] = data.rows.masks[row]
+        mask[place, : lengths[place]] = data.rows.completion_masks[row]
 
     def matrix(column: Sequence[FloatVector | None]) -> Tensor | None:
         if any(column[row] is None for row in members):
@@ -231,15 +235,15 @@ def _matrices(data: TrainingRows, members: list[int], device: torch.device) -> _
         values[filled] = np.concatenate([column[row] for row in members])  # type: ignore[arg-type]
         return torch.from_numpy(values).to(device)
 
-    advantages, old = matrix(data.advantages), matrix(data.old_logprobs)
-    assert advantages is not None and old is not None
-    return _Batch(
+    advantages, denominator = matrix(data.advantages), matrix(data.denominator_logprobs)
+    assert advantages is not None and denominator is not None
+    return _Matrices(
         rows=members,
         filled=torch.from_numpy(filled).to(device),
-        mask=torch.from_numpy(mask).to(device),
+        completion_mask=torch.from_numpy(mask).to(device),
         advantages=advantages,
-        old=old,
-        recomputed=matrix(data.recomputed),
+        denominator=denominator,
+        old=matrix(data.old_logprobs),
         rollout=matrix(data.rows.rollout_logprobs),
         reference=matrix(data.ref_logprobs),
     )
@@ -250,8 +254,8 @@ def _spread(flat: Tensor, filled: Tensor) -> Tensor:
     return torch.zeros(filled.shape, dtype=flat.dtype, device=flat.device).masked_scatter(filled, flat)
 
 
-def _collect(sums: StepSums, batch: _Batch, result: TokenLoss, extras: _Extras) -> None:
-    mask = batch.mask
+def _collect(sums: StepSums, batch: _Matrices, result: TokenLoss, extras: _Extras) -> None:
+    mask = batch.completion_mask
     ratio = result.ratio.expand_as(mask)[mask].double()
     if not ratio.numel():
         return
@@ -269,7 +273,7 @@ def _collect(sums: StepSums, batch: _Batch, result: TokenLoss, extras: _Extras) 
         sums.entropy_sum += float(extras.entropy[mask[batch.filled]].double().sum())
 
 
-def _keep(sums: StepSums, batch: _Batch, logprobs: Tensor, result: TokenLoss, kl: Tensor | None) -> None:
+def _keep(sums: StepSums, batch: _Matrices, logprobs: Tensor, result: TokenLoss, kl: Tensor | None) -> None:
     parts = {
         "logprobs": logprobs.detach(),
         "ratio": result.ratio.expand_as(logprobs),

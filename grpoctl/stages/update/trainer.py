@@ -4,57 +4,50 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpoctl.algorithms.seeds import identity_seed
 from grpoctl.artifacts.artifact import Artifact
 from grpoctl.artifacts.canonical import sha256_json
-from grpoctl.errors import InputRefused, UsageError
-from grpoctl.inputs.policies import ADAPTER, Policy, open_policy
+from grpoctl.engines.base import PolicyModel, Trainer
+from grpoctl.engines.registry import training_engine
+from grpoctl.engines.warm import ModelKey, Warm, model_key
+from grpoctl.errors import InputRefused
+from grpoctl.inputs.policies import ADAPTER, PolicyFolder, open_policy
 from grpoctl.settings.jobs import UpdateJob
-from grpoctl.stages.split_model import split_model
-from grpoctl.stages.stage import Context
-from grpoctl.stages.update.write import STATE, UpdateInputs
+from grpoctl.stages.update.inputs import STATE, UpdateInputs
+
+if TYPE_CHECKING:
+    from grpoctl.engines.torch.lora import Adapters
 
 
-def ready_trainer(job: UpdateJob, context: Context, inputs: UpdateInputs) -> Any:
+def load_trainer(job: UpdateJob, warm: Warm, inputs: UpdateInputs) -> Trainer:
     """Return the trainer that takes the next step."""
-    from grpoctl.engines.trainers import make_trainer
-
     state = inputs.resume.manifest.content_digest if inputs.resume else "fresh"
-    warm = context.trainers.pop(_warm_key(job, inputs.policy.weights_digest, state), None)
+    kept = warm.trainers.pop(_warm_key(job, inputs.policy.weights_digest, state), None)
     with tempfile.TemporaryDirectory() as scratch:
-        model = _model(job, context, inputs, Path(scratch) / ADAPTER)
-        context.trainers.clear()
-        if warm is not None and warm.policy is model:
-            return warm
-        trainer = make_trainer(model, job.update, job.runtime, ranks=context.ranks)
+        model = _take_model(job, warm, inputs, Path(scratch) / ADAPTER)
+        warm.trainers.clear()
+        if kept is not None and kept.policy is model:
+            return kept
+        trainer = training_engine(job.update.engine).trainer(model, job.update, job.runtime, warm.ranks)
         if inputs.resume is not None:
             trainer.load_state(inputs.resume.fetch_files(STATE, Path(scratch) / STATE))
     return trainer
 
 
-def _model(job: UpdateJob, context: Context, inputs: UpdateInputs, folder: Path) -> Any:
+def _take_model(job: UpdateJob, warm: Warm, inputs: UpdateInputs, folder: Path) -> PolicyModel:
     """Return the policy to train, taken out of the warm ones because it is about to change."""
-    ranks, dtype, runtime = context.ranks, job.update.dtype, job.runtime
-    if job.update.engine == "megatron":
-        if runtime.activation_checkpointing:
-            raise UsageError(
-                "runtime.activation_checkpointing: engine megatron doesn't have it; use torch or deepspeed"
-            )
-        model = context.megatron_model(inputs.policy, dtype=dtype, runtime=runtime)
-        context.models.clear()
-        return model
-    with ranks.agreed():  # reading sends nothing, so a process that can't stops all of them
+    with warm.ranks.agreed():  # reading sends nothing, so a process that can't stops all of them
         policy, adapters = _base(job, inputs, folder)
 
-    def insert_adapters(model: Any) -> None:
+    def insert_adapters(model: PolicyModel) -> None:
         if adapters is not None:
             from grpoctl.engines.torch.lora import insert
 
             insert(model, adapters)
 
-    def fill_adapters(model: Any) -> None:
+    def fill_adapters(model: PolicyModel) -> None:
         if adapters is None:
             return
         from grpoctl.engines.torch.lora import draw, load_adapters
@@ -64,19 +57,24 @@ def _model(job: UpdateJob, context: Context, inputs: UpdateInputs, folder: Path)
         else:
             draw(model, seed=identity_seed("lora", adapters.base.weights_digest, job.seed))
 
-    if job.update.engine == "torch" and ranks.world_size > 1:
-        model = split_model(policy, context, dtype=dtype, runtime=runtime, before=insert_adapters, after=fill_adapters)
-    else:
-        with ranks.agreed():
-            in_host = job.update.engine == "deepspeed" and runtime.deepspeed.zero_stage == 3
-            model = context.model(policy, dtype=dtype, runtime=runtime, device="cpu" if in_host else None)
-            insert_adapters(model)
-            fill_adapters(model)
-    context.models.pop((policy.weights_digest, dtype, runtime.device))
+    model = warm.model(
+        policy,
+        dtype=job.update.dtype,
+        runtime=job.runtime,
+        engine=job.update.engine,
+        insert=insert_adapters,
+        fill=fill_adapters,
+    )
+    del warm.models[_key(job, policy.weights_digest)]
     return model
 
 
-def _base(job: UpdateJob, inputs: UpdateInputs, folder: Path) -> tuple[Policy, Any]:
+def _key(job: UpdateJob, digest: str) -> ModelKey:
+    forward = training_engine(job.update.engine).forward
+    return model_key(digest, forward=forward, dtype=job.update.dtype, runtime=job.runtime)
+
+
+def _base(job: UpdateJob, inputs: UpdateInputs, folder: Path) -> tuple[PolicyFolder, Adapters | None]:
     """Return the policy to load, and the adapters to put beside it or None; stored ones are fetched into the folder."""
     config = job.update.lora
     if not config.rank:
@@ -96,18 +94,19 @@ def _base(job: UpdateJob, inputs: UpdateInputs, folder: Path) -> tuple[Policy, A
     return policy, Adapters(config=config, base=base)
 
 
-def keep_warm(job: UpdateJob, context: Context, trainer: Any, artifact: Artifact, digest: str) -> None:
+def keep_warm(job: UpdateJob, warm: Warm, trainer: Trainer, artifact: Artifact, digest: str) -> None:
     """Keep the trainer and its policy for the stages to come in this process, where they are what was committed.
 
     Adapters beside frozen weights compute what the merged weights do but for rounding, and layers that checkpoint
     can't sample, so neither is kept.
     """
     committed = artifact.manifest.policy
-    changed = job.update.lora.rank or job.runtime.activation_checkpointing or job.update.engine == "megatron"
-    if context.ranks.world_size > 1 or changed or committed is None or committed.weights_digest != digest:
+    changed = job.update.lora.rank or job.runtime.activation_checkpointing
+    if warm.ranks.world_size > 1 or changed or not training_engine(job.update.engine).stays_warm:
         return
-    context.models[(digest, job.update.dtype, job.runtime.device)] = trainer.policy
-    context.trainers[_warm_key(job, digest, artifact.manifest.content_digest)] = trainer
+    if committed is not None and committed.weights_digest == digest:
+        warm.models[_key(job, digest)] = trainer.policy
+        warm.trainers[_warm_key(job, digest, artifact.manifest.content_digest)] = trainer
 
 
 def _warm_key(job: UpdateJob, weights: str, state: str) -> str:

@@ -12,41 +12,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, parquet_bytes
+from grpoctl.artifacts.artifact import ArtifactWriter, parquet_bytes
 from grpoctl.artifacts.manifest import PolicyIdentity, PolicyRecord, RowAccounting
 from grpoctl.artifacts.storage import locate, storage_errors
 from grpoctl.artifacts.tables import STEPS, TOKEN_STATS
+from grpoctl.engines.proof import forced_logprobs
 from grpoctl.errors import GateFailed
-from grpoctl.inputs.policies import ADAPTER, POLICY_RECORD, PROBE_RECORD, Policy, policy_files, weights_digest
-from grpoctl.processes.ranks import ALONE, Ranks
+from grpoctl.inputs.policies import ADAPTER, POLICY_RECORD, PROBE_RECORD, policy_files, weights_digest
+from grpoctl.processes.ranks import Ranks
 from grpoctl.settings.jobs import UpdateJob
-from grpoctl.stages.probe import probe_logprobs
-from grpoctl.stages.stage import environment
+from grpoctl.stages.stage import Facts
 from grpoctl.stages.update.batches import TrainingRows
+from grpoctl.stages.update.inputs import STATE, UpdateInputs, UpdatePlan
 from grpoctl.stages.update.report import summary
-
-STATE = "trainer_state"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateInputs:
-    """The artifacts and the policy that an update starts from."""
-
-    rollouts: Artifact
-    scores: Artifact
-    logprobs: Artifact | None
-    resume: Artifact | None
-    policy: Policy
-
-    @property
-    def first_step(self) -> int:
-        """Global steps taken before this update."""
-        return int(self.resume.manifest.stats["global_step"]) if self.resume else 0
-
-    @property
-    def digest(self) -> str:
-        """Content digest of the rollouts: the identity of this batch."""
-        return self.rollouts.manifest.content_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +37,18 @@ class Trained:
     seconds: float = 0.0
 
 
-def write_update(
-    job: UpdateJob,
-    work: Work,
-    inputs: UpdateInputs,
-    data: TrainingRows,
-    trained: Trained,
-    *,
-    ranks: Ranks = ALONE,
-) -> tuple[ArtifactWriter, Artifact, str] | None:
-    """Write and commit everything an update leaves behind; all ranks gather, the first one writes.
-
-    Returns:
-        The writer, the committed artifact (another writer's, where that one was first), and our weights' digest; None on
-        the other ranks, once it is committed.
+def write_update(job: UpdateJob, plan: UpdatePlan, trained: Trained, writer: ArtifactWriter, ranks: Ranks) -> Facts:
+    """Write everything an update leaves behind; all ranks gather, the first one writes.
 
     Raises:
         GateFailed: no step was taken, or the new policy answers with numbers that are not finite.
     """
     started = time.monotonic()
-    probe = ranks.share(_probe(job, data, trained.trainer))
+    inputs, data, steps = plan.inputs, plan.data, trained.steps
+    probe = ranks.broadcast(_probe(job, data, trained.trainer))
     with ranks.agreed():
-        _check(job, trained.steps, probe)
+        _check(job, steps, probe)
+    digest = ""
     with (
         storage_errors(locate(job.out)),
         tempfile.TemporaryDirectory(
@@ -90,10 +58,39 @@ def write_update(
         folder = Path(scratch)
         trained.trainer.export(folder / "policy", adapter=folder / ADAPTER)
         trained.trainer.save_state(folder / STATE)
-        with ranks.agreed():  # nobody failed on the way; the others wait here for the commit
+        with ranks.agreed():  # nobody failed on the way; the others wait here
             if ranks.is_first:
-                return _commit(job, work, inputs, data, trained, files=_Files(folder, probe, started))
-    return None
+                digest = _complete_policy(folder / "policy", inputs, writer.work.fingerprint)
+                (folder / "policy" / PROBE_RECORD).write_text(json.dumps(probe))
+                _add_files(writer, folder, plan, trained)
+    total = len(data.rows.sample_ids)
+    identity = PolicyIdentity(
+        ref=f"{job.out}/policy",
+        version=inputs.policy.version + 1,
+        weights_digest=digest,
+        tokenizer_digest=inputs.policy.tokenizer_digest,
+    )
+    return Facts(
+        rows=RowAccounting(input=total, ok=len(data.trainable), skipped=total - len(data.trainable), failed=0),
+        policy=identity,
+        sampling=inputs.sampling,
+        stats=summary(steps, first_step=inputs.first_step),
+        tokens={"trained": sum(step["num_tokens"] for step in steps)},
+        timings={"training_seconds": trained.seconds, "writing_seconds": time.monotonic() - started},
+    )
+
+
+def _add_files(writer: ArtifactWriter, folder: Path, plan: UpdatePlan, trained: Trained) -> None:
+    """Put the policy, the state and the tables into the artifact."""
+    if trained.tokens:
+        table = _token_table(plan.data, trained.tokens)
+        (folder / "token_stats.parquet").write_bytes(parquet_bytes(table, TOKEN_STATS))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            writer.add_file(path.relative_to(folder).as_posix(), path)
+    named = [{"step": number, **step} for number, step in enumerate(trained.steps)]
+    steps = pa.Table.from_pylist(named, schema=STEPS.arrow_schema())
+    writer.write_shard(0, steps, counts={"ok": len(named)})
 
 
 def _check(job: UpdateJob, steps: list[dict[str, Any]], probe: dict[str, Any]) -> None:
@@ -106,50 +103,6 @@ def _check(job: UpdateJob, steps: list[dict[str, Any]], probe: dict[str, Any]) -
             f"{job.out}: the new policy's log-probabilities are not finite after {len(steps)} steps; nothing committed: "
             "lower update.lr or set update.max_ratio"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """What lies in the scratch folder, the probe to be put beside it, and when writing began."""
-
-    folder: Path
-    probe: dict[str, Any]
-    started: float
-
-
-def _commit(
-    job: UpdateJob, work: Work, inputs: UpdateInputs, data: TrainingRows, trained: Trained, *, files: _Files
-) -> tuple[ArtifactWriter, Artifact, str]:
-    folder, steps = files.folder, trained.steps
-    writer = ArtifactWriter(url=job.out, work=work)
-    digest = _complete_policy(folder / "policy", inputs, work.fingerprint)
-    (folder / "policy" / PROBE_RECORD).write_text(json.dumps(files.probe))
-    if trained.tokens:
-        (folder / "token_stats.parquet").write_bytes(parquet_bytes(_token_table(data, trained.tokens), TOKEN_STATS))
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            writer.add_file(path.relative_to(folder).as_posix(), path)
-    schema = STEPS.arrow_schema()
-    named = [{"step": number, **step} for number, step in enumerate(steps)]
-    writer.write_shard(0, pa.Table.from_pylist(named, schema=schema), counts={"ok": len(steps)})
-    identity = PolicyIdentity(
-        ref=f"{job.out}/policy",
-        version=inputs.policy.version + 1,
-        weights_digest=digest,
-        tokenizer_digest=inputs.policy.tokenizer_digest,
-    )
-    total = len(data.rows.sample_ids)
-    artifact = writer.commit(
-        rows=RowAccounting(input=total, ok=len(data.trainable), skipped=total - len(data.trainable), failed=0),
-        policy=identity,
-        sampling=inputs.rollouts.manifest.sampling,
-        stats=summary(steps, first_step=inputs.first_step),
-        tokens={"trained": sum(step["num_tokens"] for step in steps)},
-        timings={"training_seconds": trained.seconds, "writing_seconds": time.monotonic() - files.started},
-        environment=environment(),
-    )
-    assert artifact is not None
-    return writer, artifact, digest
 
 
 def _scratch(out: str) -> str | None:
@@ -196,7 +149,7 @@ def _probe(job: UpdateJob, data: TrainingRows, trainer: Any) -> dict[str, Any]:
         "sample_ids": [data.rows.sample_ids[row] for row in rows],
         "prompt_ids": prompts,
         "completion_ids": completions,
-        "logprobs": probe_logprobs(trainer.policy, prompts, completions),
+        "logprobs": forced_logprobs(trainer.policy, prompts, completions),
         "dtype": job.update.dtype,
     }
 
@@ -206,5 +159,4 @@ def _token_table(data: TrainingRows, tokens: dict[int, dict[str, Any]]) -> pa.Ta
     columns: dict[str, Any] = {"sample_id": [data.rows.sample_ids[row] for row in rows]}
     for column in TOKEN_STATS.columns[1:]:
         columns[column.name] = [tokens[row].get(column.name) for row in rows]
-    schema = TOKEN_STATS.arrow_schema()
-    return pa.table({f.name: pa.array(columns[f.name], type=f.type) for f in schema}, schema=schema)
+    return TOKEN_STATS.build(columns)
