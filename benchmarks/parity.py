@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 
 from grpoctl.engines.forward import unit_logprobs
 from grpoctl.engines.micro_batches import deal_micro_batches
+from grpoctl.engines.registry import training_engine
 from grpoctl.engines.torch.model import load_policy
-from grpoctl.engines.trainers import make_trainer
 from grpoctl.inputs.policies import BUILTIN
 from grpoctl.processes.ranks import ALONE, Ranks, join
 from grpoctl.settings.fields import UpdateConfig
@@ -151,11 +151,11 @@ def training_rows(folder: Path = TINY) -> TrainingRows:
             groups.append(f"g{group}")
     policy = load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32")
     own: dict[int, np.ndarray] = {}
-    for chunk in deal_micro_batches(prompts, completions, policy=policy, budget=4096, ranks=ALONE):
+    for micro_batch in deal_micro_batches(prompts, completions, policy=policy, budget=4096, ranks=ALONE):
         with torch.no_grad():
-            values = unit_logprobs(policy, chunk.units, temperature=1.0)[0].numpy()
+            values = unit_logprobs(policy, micro_batch.units, temperature=1.0)[0].numpy()
         place = 0
-        for unit in chunk.units:
+        for unit in micro_batch.units:
             for row, ids in zip(unit.rows, unit.completions, strict=True):
                 own[row] = values[place : place + len(ids)]
                 place += len(ids)
@@ -168,14 +168,14 @@ def training_rows(folder: Path = TINY) -> TrainingRows:
         group_ids=groups,
         prompt_ids=prompts,
         completion_ids=completions,
-        masks=masks,
+        completion_masks=masks,
         rollout_logprobs=list(old),
     )
     return TrainingRows(
         rows=rows,
         advantages=[np.full(len(row), score, dtype=np.float32) for row, score in zip(ordered, scores, strict=True)],
+        denominator_logprobs=list(old),
         old_logprobs=list(old),
-        recomputed=list(old),
         ref_logprobs=list(reference),
         trainable=list(range(len(ordered))),
     )
@@ -209,7 +209,7 @@ def take_steps(layout: Layout, data: TrainingRows, ranks: Ranks, scratch: Path, 
             }
         ),
     )
-    trainer = make_trainer(_policy(layout, folder, ranks), config, runtime, ranks=ranks)
+    trainer = training_engine(config.engine).trainer(_policy(layout, folder, ranks), config, runtime, ranks)
     sharers = ranks.in_blocks(layout.tensor_parallel)
     everything = list(range(len(data.rows.sample_ids)))
     shortest = [min(everything, key=lambda row: len(data.rows.completion_ids[row]))]

@@ -9,7 +9,7 @@ from pathlib import Path
 from grpoctl.pipeline.run import Pipeline
 from grpoctl.settings.jobs import PipelineConfig
 from grpoctl.settings.load import load_job
-from grpoctl.stages.stage import Context
+from grpoctl.stages.context import Context
 
 QUICKSTART = str(Path(__file__).parents[1] / "pipelines/quickstart.yaml")
 

@@ -19,20 +19,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grpoctl.engines.registry import sampling_engine
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.inputs.policies import open_policy
 from grpoctl.inputs.prompts import load_prompts
 from grpoctl.settings.jobs import RolloutJob
 from grpoctl.settings.load import load_job
 from grpoctl.stages import rollout
-from grpoctl.stages.samplers import sampler_for
-from grpoctl.stages.stage import Context
+from grpoctl.stages.context import Context
+from grpoctl.stages.stage import run
 
 CPU_ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 """What the stage sets for vLLM in process (grpoctl/engines/vllm_sampler.py), for run-batch too."""
@@ -133,14 +134,15 @@ class PlainGenerate:
 def alternate(job: RolloutJob, against: Sequence[str], rounds: int) -> tuple[list[Side], list[int]]:
     """Time the warm stage, the bare engine and plain generate in turns; return them and the seeds of the completions."""
     context = Context(quiet=True)
-    captured = Captured(sampler_for(job, context, open_policy(job.policy)))
-    rollout.sampler_for = lambda *_: captured  # type: ignore[attr-defined]
+    engine = sampling_engine(job.rollout.engine)
+    captured = Captured(engine.sampler(job, open_policy(job.policy), context.warm))
+    rollout.sampling_engine = lambda name: replace(engine, sampler=lambda *_: captured)  # type: ignore[attr-defined]
     stage, bare, plain = Side.named("grpoctl rollout"), Side.named(captured.name), Side.named("plain generate")
     inside = Side.named("of which LLM.generate")
     generate = PlainGenerate(job) if "generate" in against else None
 
     def run_stage(out: Path) -> int:
-        result = rollout.run(job.model_copy(update={"out": str(out)}), context)
+        result = run(rollout.STAGE, job.model_copy(update={"out": str(out)}), context)
         assert result.artifact is not None
         return result.artifact.manifest.tokens["completion"]
 

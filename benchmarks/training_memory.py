@@ -21,14 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
+from grpoctl.engines.registry import Loading, training_engine
 from grpoctl.engines.torch.lora import Adapters, Base, draw, insert
-from grpoctl.engines.trainers import make_trainer
 from grpoctl.inputs.policies import BUILTIN, open_policy
 from grpoctl.processes.ranks import join
 from grpoctl.settings.fields import LoraConfig, UpdateConfig
 from grpoctl.settings.runtime import DeepSpeedConfig, RuntimeConfig
-from grpoctl.stages.split_model import split_model
-from grpoctl.stages.stage import Context
 from grpoctl.stages.token_rows import TokenRows
 from grpoctl.stages.update.batches import TrainingRows
 from grpoctl.stages.update.step import Step, StepSettings
@@ -55,14 +53,14 @@ def random_rows(num_rows: int, vocab_size: int) -> TrainingRows:
         group_ids=[str(row // 4) for row in range(num_rows)],
         prompt_ids=[prompts[row // 4] for row in range(num_rows)],
         completion_ids=completions,
-        masks=[np.ones(24, dtype=bool)] * num_rows,
+        completion_masks=[np.ones(24, dtype=bool)] * num_rows,
         rollout_logprobs=list(values),
     )
     return TrainingRows(
         rows=rows,
         advantages=[np.full(24, (-1.0) ** row, dtype=np.float32) for row in range(num_rows)],
+        denominator_logprobs=list(values),
         old_logprobs=list(values),
-        recomputed=list(values),
         ref_logprobs=[None] * num_rows,
         trainable=list(range(num_rows)),
     )
@@ -81,18 +79,19 @@ def work(folder: Path, model: Path, number: int) -> None:
     )
     vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
     adapters = Adapters(config=LoraConfig(rank=kind.get("lora", 1)), base=Base(ref="", weights_digest=""))
-    context = Context(ranks=ranks)
-    if kind["engine"] == "torch" and ranks.world_size > 1:
-        steps: dict[str, Any] = {
-            "before": lambda policy: insert(policy, adapters),
-            "after": lambda policy: draw(policy, seed=0),
-        }
-        steps = steps if "lora" in kind else {}
-        policy = split_model(open_policy(str(model)), context, dtype="float32", runtime=runtime, **steps)
-    else:
-        policy = context.model(open_policy(str(model)), dtype="float32", runtime=runtime)
-    context.models.clear()
-    trainer = make_trainer(policy, update, runtime, ranks=ranks)
+    hooks: dict[str, Any] = {
+        "insert": lambda policy: insert(policy, adapters),
+        "fill": lambda policy: draw(policy, seed=0),
+    }
+    engine = training_engine(update.engine)
+    loading = Loading(
+        policy=open_policy(str(model)),
+        dtype="float32",
+        runtime=runtime,
+        ranks=ranks,
+        **(hooks if "lora" in kind else {}),
+    )
+    trainer = engine.trainer(engine.load(loading), update, runtime, ranks)
     ready = _peak()
     data = random_rows(8, vocab_size)
     settings = StepSettings(config=update, temperature=1.0, norm_tokens=24, micro_batch_tokens=512)

@@ -16,7 +16,7 @@ from small_set import empty, small_set, work  # noqa: F401  (fixtures of the fau
 from grpoctl.pipeline.run import Pipeline
 from grpoctl.settings.jobs import PipelineConfig
 from grpoctl.settings.load import load_job
-from grpoctl.stages.stage import Context
+from grpoctl.stages.context import Context
 
 torch.set_num_threads(1)
 

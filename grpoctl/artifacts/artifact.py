@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,7 @@ from grpoctl.artifacts.tables import SCHEMA_VERSION_KEY, TABLE_KEY, TABLES, Tabl
 from grpoctl.errors import Conflict, InputRefused
 
 MANIFEST_NAME: Final = "_MANIFEST.json"
+SHARDS_FOLDER: Final = "_shards"
 ROW_GROUP_ROWS: Final = 512
 
 
@@ -186,13 +187,38 @@ def open_artifact(url: str, *, table: str) -> Artifact:
     """
     artifact = read_manifest(url)
     if artifact is None:
-        state = "a folder without a manifest (unfinished work?)" if exists(locate(url)) else "nothing"
-        raise InputRefused(
-            f"{url}: found {state}, expected a committed {table} artifact; rerun the stage that makes it"
-        )
+        raise not_committed(url, expected=f"a committed {table} artifact")
     if artifact.manifest.table != table:
         raise InputRefused(f"{url}: holds {artifact.manifest.table}, expected {table}; name the right artifact")
     return artifact
+
+
+def not_committed(url: str, *, expected: str) -> InputRefused:
+    """Return the error of a place without a manifest."""
+    state = "a folder without a manifest (unfinished work?)" if exists(locate(url)) else "nothing"
+    return InputRefused(f"{url}: found {state}, expected {expected}; rerun the stage that makes it")
+
+
+def refuse_our_files(url: str, names: Iterable[str]) -> None:
+    """Refuse a folder that a user names as data where files of ours lie in it, committed or not.
+
+    Args:
+        url: the folder
+        names: paths of the files below it
+
+    Raises:
+        InputRefused: with the artifact, or the unfinished work, that they belong to.
+    """
+    for name in names:
+        head, found, _ = name.partition(f"/{SHARDS_FOLDER}/")
+        if not found:
+            continue
+        place = (
+            url if locate(url).path.rstrip("/") == head.rstrip("/") else locate(url).filesystem.unstrip_protocol(head)
+        )
+        if read_manifest(place) is None:
+            raise not_committed(place, expected="data files, or a committed artifact")
+        raise InputRefused(f"{url}: holds an artifact of grpoctl ({place}); name data files, or that artifact itself")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +286,7 @@ def _short(value: Any) -> str:
 
 
 def _read_shard_record(location: Location, index: int) -> Shard | None:
-    data = read_if_there(location.child(f"_shards/{index:05d}.json"))
+    data = read_if_there(location.child(f"{SHARDS_FOLDER}/{index:05d}.json"))
     return None if data is None else Shard.model_validate_json(data)
 
 
@@ -304,7 +330,7 @@ class ArtifactWriter:
             stats=dict(stats or {}),
         )
         write_bytes(self.location.child(part), data)
-        record = self.location.child(f"_shards/{index:05d}.json")
+        record = self.location.child(f"{SHARDS_FOLDER}/{index:05d}.json")
         if create_exclusively(record, shard.model_dump_json(indent=1).encode()):
             return shard
         theirs = Shard.model_validate_json(read_bytes(record))

@@ -74,6 +74,6 @@ def main() -> NoReturn:
         code: object = 0
     except SystemExit as ending:
         code = ending.code
-    if launcher.is_launched() and isinstance(code, int):
+    if isinstance(code, int):
         launcher.end(code)
     sys.exit(code)  # pyright: ignore[reportArgumentType]  what SystemExit carried

@@ -46,7 +46,7 @@ def test(  # noqa: PLR0917 - typer reads options from parameters
 
     def body(_: dict[str, Any]) -> None:
         reference = _resolve(ref, signature, kwarg or [])
-        samples = _samples(data, completion_column, prompt_column, num_rows)
+        samples = _samples(data, reference, completion_column, prompt_column, num_rows)
         rows = _score(reference, samples, timeout_seconds)
         if not as_json:
             _show(reference, rows)
@@ -72,11 +72,13 @@ def _resolve(ref: str, signature: str, kwargs: Sequence[str]) -> Any:
     return resolve_reward(ref, signature=signature, kwargs=bound)
 
 
-def _samples(data: str, completion_column: str | None, prompt_column: str | None, num_rows: int) -> list[Any]:
+def _samples(
+    data: str, reference: Any, completion_column: str | None, prompt_column: str | None, num_rows: int
+) -> list[Any]:
     from grpoctl.artifacts.artifact import read_manifest
     from grpoctl.inputs.prompts import read_rows
     from grpoctl.rewards.sample import RewardSample
-    from grpoctl.stages.score import COLUMNS, reward_sample
+    from grpoctl.stages.score.scorer import COLUMNS, prompt_texts, reward_sample
 
     artifact = None if data.startswith("builtin:") else read_manifest(data)
     if artifact is not None:
@@ -84,7 +86,8 @@ def _samples(data: str, completion_column: str | None, prompt_column: str | None
             raise InputRefused(f"{data}: holds {artifact.manifest.table}, expected a rollouts artifact or a file")
         messages = artifact.manifest.sampling.prompt_format == "messages"
         rows = artifact.read_shard(0, COLUMNS).slice(0, num_rows).to_pylist()
-        return [reward_sample(row, messages) for row in rows]
+        text_of = prompt_texts(artifact, [reference])
+        return [reward_sample(row, messages, text_of) for row in rows]
     rows = read_rows(data, num_rows)[0].to_pylist()
     name = prompt_column or "prompt"
     if prompt_column is not None and prompt_column not in rows[0]:

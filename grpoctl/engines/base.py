@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from grpoctl.settings.fields import UpdateConfig
+
+if TYPE_CHECKING:
+    import torch
 
 TokenIds = npt.NDArray[np.int32]
 FloatVector = npt.NDArray[np.float32]
@@ -143,20 +146,40 @@ class Forward(Protocol):
 class PolicyModel(Protocol):
     """A loaded policy, whichever framework computes it."""
 
-    module: Any
-    """The framework's own model, or this process's share of it."""
-    vocab_size: int
-    """Real tokens; rows of the embeddings beyond are padding."""
-    device: Any
-    """torch.device that its forward runs on."""
-    shares_prompts: bool
-    """Whether several completions may follow one prompt in a row."""
-    max_shared_tokens: int | None
-    """Longest row for which that holds, None without limit."""
-    autocast: Any
-    """torch.bfloat16 where the forward runs in it, None for float32."""
-    adapters: Any
-    """The low-rank adapters beside its frozen weights, None where all weights train."""
+    @property
+    def module(self) -> Any:
+        """The framework's own model, or this process's share of it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Real tokens; rows of the embeddings beyond are padding."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """What its forward runs on."""
+        ...
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether several completions may follow one prompt in a row."""
+        ...
+
+    @property
+    def max_shared_tokens(self) -> int | None:
+        """Longest row for which that holds, None without limit."""
+        ...
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """bfloat16 where the forward runs in it, None for float32."""
+        ...
+
+    @property
+    def adapters(self) -> Any:
+        """The low-rank adapters beside its frozen weights, None where all weights train."""
+        ...
 
     @property
     def forward(self) -> Forward:
@@ -170,8 +193,10 @@ class Trainer(Protocol):
     On several ranks all of them call the same methods in the same order; the first one writes files.
     """
 
-    policy: PolicyModel
-    """The model, whose forward `unit_logprobs` runs with gradient."""
+    @property
+    def policy(self) -> PolicyModel:
+        """The model, whose forward `unit_logprobs` runs with gradient."""
+        ...
 
     def backward(self, loss: Any, *, last: bool) -> None:
         """Add the gradient of a scalar loss, summed over all ranks; `last` marks the step's last micro-batch."""

@@ -15,7 +15,7 @@ import pyarrow.compute
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
-from grpoctl.artifacts.artifact import read_manifest
+from grpoctl.artifacts.artifact import read_manifest, refuse_our_files
 from grpoctl.artifacts.canonical import sha256_json
 from grpoctl.artifacts.storage import Location, locate, read_bytes, sha256_bytes
 from grpoctl.errors import InputRefused
@@ -113,7 +113,9 @@ def _places(path: str) -> list[Location]:
         artifact = read_manifest(path)
         if artifact is not None:
             raise InputRefused(f"{path}: holds {artifact.manifest.table}, expected prompt files; name the right folder")
-        found = sorted(str(name) for name in filesystem.find(location.path) if _is_data(str(name)))
+        names = sorted(str(name) for name in filesystem.find(location.path))
+        refuse_our_files(path, names)
+        found = [name for name in names if _is_data(name)]
     else:
         return [location]
     if not found:

@@ -33,9 +33,10 @@ def has_speaker() -> bool:
 
 
 def end(code: int) -> NoReturn:
-    """End one of several processes at once, after what was registered for its end has run.
+    """End this process at once, after what was registered for its end has run.
 
-    The interpreter's own teardown is left out: gloo's threads abort there once in a dozen times, with all work done.
+    The interpreter's own teardown is left out: libraries' threads (gloo's, now and then pyarrow's) abort there, with all
+    work done and said.
     """
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  there is no public name
     sys.stdout.flush()

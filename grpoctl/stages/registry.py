@@ -41,7 +41,7 @@ STAGES: Final = {
         help="Rollouts in, log-probabilities recomputed by the training framework out.",
     ),
     "score": Listed(
-        module="grpoctl.stages.score",
+        module="grpoctl.stages.score.stage",
         folder="scores",
         help="Rollouts in, rewards and group-relative advantages out.",
     ),

@@ -1,4 +1,4 @@
-"""The recorded off-policy corrections of verl and TRL: importance weights and rejection masks."""
+"""The recorded off-policy corrections of verl and TRL: importance weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from golden_cases import MATCHED, Case, Outcome, absent, differs, first_gap, gap
 from torch import Tensor
 
 from grpoctl.algorithms.aggregation import loss_denominator
-from grpoctl.algorithms.correction import correction_weights, rejection_mask
+from grpoctl.algorithms.correction import correction_weights
 
 UNDER_THE_MASK = "NaN or inf under the mask: ours has weight 0 there; verl's weight is NaN there"
 NO_TOKEN = "correction of a batch without a valid token: ours is all 0; verl refuses"
@@ -21,18 +21,18 @@ NAN_SAMPLING = (
 EMPTY_COMPLETION = "completion without a token: ours has weight 0; TRL raises"
 CLAMP = "weight beyond e^±20: ours is clamped, TRL's isn't"
 
-METHODS_NOT_HERE = {"rollout_is_batch_normalize": "correction"}
+METHODS_NOT_HERE = {"rollout_is_batch_normalize": "correction", "rollout_rs": "correction"}
 
 
-def effective_correction(
+def effective_weights(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
     params: dict[str, Any],
     *,
     default_threshold: float = 2.0,
-) -> tuple[Tensor | None, Tensor]:
-    """Return our weights (None where verl applies none) and mask for verl's rollout_is and rollout_rs settings."""
+) -> Tensor | None:
+    """Return our weights for verl's rollout_is settings, None where verl applies none."""
     weights = None
     level = params.get("rollout_is")
     if level is not None:
@@ -46,20 +46,7 @@ def effective_correction(
             cap=upper,
             floor=lower,
         )
-    kept = mask
-    options = [option.strip() for option in (params.get("rollout_rs") or "").split(",") if option.strip()]
-    thresholds = [part.strip() for part in str(params.get("rollout_rs_threshold")).split(",")]
-    if len(thresholds) == 1:
-        thresholds *= len(options)
-    for option, threshold in zip(options, thresholds, strict=False):
-        rejection_level, statistic = option.rsplit("_", 1)
-        lower, upper = _bounds(threshold)
-        if statistic == "k1":  # ratio bounds; one number u means 1/u … u
-            lower, upper = math.log(1 / upper if lower is None else lower), math.log(upper)
-        kept = kept & rejection_mask(
-            old_logprobs, rollout_logprobs, mask, level=rejection_level, statistic=statistic, lower=lower, upper=upper
-        )
-    return weights, kept
+    return weights
 
 
 def _bounds(threshold: str | float) -> tuple[float | None, float]:
@@ -72,11 +59,12 @@ def _bounds(threshold: str | float) -> tuple[float | None, float]:
 
 def verl_correction(case: Case) -> Outcome:
     """Compare weights and modified mask with verl's rollout correction."""
-    if case.params.get("rollout_is_batch_normalize"):
-        return absent("rollout_is_batch_normalize")
+    for name in METHODS_NOT_HERE:
+        if case.params.get(name):
+            return absent(name)
     old, rollout = case.tensor("old_log_prob"), case.tensor("rollout_log_prob")
     mask = case.mask("response_mask")
-    weights, kept = effective_correction(old, rollout, mask, case.params)
+    weights, kept = effective_weights(old, rollout, mask, case.params), mask
     if case.error is not None:
         return _explain_verl_error(case, weights, kept, mask)
     expected_weights = case.outputs["rollout_is_weights"]

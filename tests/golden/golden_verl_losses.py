@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from golden_cases import MATCHED, Case, Outcome, absent, differs, first_gap, gap
-from golden_correction import effective_correction
+from golden_correction import effective_weights
 from golden_losses import NO_TOKEN, Result, Run, compare, evaluate, explain, masked_mean
 from torch import Tensor
 
@@ -51,10 +51,11 @@ def verl_run(case: Case) -> Run | Outcome:
     weights = case.tensor("rollout_is_weights") if "rollout_is_weights" in case.inputs else None
     if mode == "bypass_mode":
         correction = params["policy_loss"]["rollout_correction"]
-        if correction.get("rollout_is_batch_normalize"):
-            return absent("rollout_is_batch_normalize")
+        for name in ("rollout_is_batch_normalize", "rollout_rs"):
+            if correction.get(name):
+                return absent(name)
         loss = correction.get("loss_type", "ppo_clip")
-        weights, mask = effective_correction(
+        weights = effective_weights(
             case.tensor("log_prob"), case.tensor("old_log_prob"), mask, correction, default_threshold=2.0
         )
         weights = weights if loss == "reinforce" else None

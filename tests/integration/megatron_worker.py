@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from grpoctl.engines.megatron.model import load_megatron
-from grpoctl.engines.trainers import make_trainer
+from grpoctl.engines.registry import training_engine
 from grpoctl.processes.ranks import join
 from grpoctl.settings.fields import UpdateConfig
 from grpoctl.settings.runtime import MegatronConfig, RuntimeConfig
@@ -19,4 +19,4 @@ if __name__ == "__main__":
         folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32", tensor_parallel_size=size, ranks=ranks
     )
     runtime = RuntimeConfig(megatron=MegatronConfig(tensor_parallel_size=size))
-    make_trainer(policy, UpdateConfig(engine="megatron"), runtime, ranks=ranks).export(out)
+    training_engine("megatron").trainer(policy, UpdateConfig(engine="megatron"), runtime, ranks).export(out)

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.parity import PARTITION_ALL, training_rows
+from grpoctl.engines.registry import training_engine
 from grpoctl.engines.torch.model import load_policy
-from grpoctl.engines.trainers import make_trainer
 from grpoctl.inputs.policies import BUILTIN
 from grpoctl.processes.ranks import Ranks, join
 from grpoctl.settings.fields import UpdateConfig
@@ -42,7 +42,8 @@ def trainer(engine: str, ranks: Ranks, scratch: Path, start: Path | None) -> Any
     deepspeed = DeepSpeedConfig.model_validate({**layout, "config_file": str(scratch / "ds.json")})
     folder = BUILTIN / "tiny" if start is None else start / "policy"
     policy = load_policy(folder, ref="tiny", vocab_size=320, device="cpu", dtype="float32")
-    result = make_trainer(policy, config, RuntimeConfig(device="cpu", deepspeed=deepspeed), ranks=ranks)
+    runtime = RuntimeConfig(device="cpu", deepspeed=deepspeed)
+    result = training_engine(config.engine).trainer(policy, config, runtime, ranks)
     if start is not None:
         result.load_state(start / "state")
     return result

@@ -7,6 +7,7 @@ number of processes, so losses are multiplied by it. Its checkpoints, `latest` i
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
@@ -200,9 +201,7 @@ class DeepSpeedTrainer:
     def _whole(self, parameter: Any) -> Tensor:
         if self.stage < 3:
             return parameter
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with _package().zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
 
@@ -226,15 +225,19 @@ def _keep_linear_exact() -> None:
     LinearFunctionForZeroStage3.forward = staticmethod(forward)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _package() -> Any:
+    """Import DeepSpeed by name: a type checker takes this folder for the package where that isn't installed."""
+    return importlib.import_module("deepspeed")
+
+
 def _deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed for a device and attach it to the process group that is there."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names that it still uses
     require("deepspeed")
-    import deepspeed
-    import deepspeed.ops
-
+    deepspeed = _package()
+    importlib.import_module("deepspeed.ops")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes at every first start
     deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=None)

@@ -23,9 +23,8 @@ from transformers import (
     __version__,
 )
 
-from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
+from grpoctl.engines.base import PolicyModel, Sample, SampleRequest, SamplingSettings
 from grpoctl.engines.tokenizer import Tokenizer
-from grpoctl.engines.torch.model import TorchPolicy
 
 
 class _Draw(LogitsProcessor):
@@ -64,7 +63,7 @@ class HfSampler:
 
     reproducible = True
 
-    def __init__(self, policy: TorchPolicy, tokenizer: Tokenizer, *, batch_size: int) -> None:
+    def __init__(self, policy: PolicyModel, tokenizer: Tokenizer, *, batch_size: int) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.batch_size = batch_size

@@ -6,6 +6,7 @@ gives child j the seed + j, so neighbouring seeds would share noise between prom
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +37,8 @@ class VllmSampler:
         self.tokenizer = tokenizer
         _environment(settings)
         require("vllm")
-        from vllm import LLM, __version__
-
-        self.name = f"vllm {__version__}"
+        self._vllm = _vllm()
+        self.name = f"vllm {self._vllm.__version__}"
         self._patience = settings.timeout_seconds
         cpu = _on_cpu()
         options: dict[str, Any] = {
@@ -64,19 +64,17 @@ class VllmSampler:
         self._num_adapters = 0
         self._num_steps = 0
         try:
-            self._engine: Any = LLM(**options)
+            self._engine: Any = self._vllm.LLM(**options)
         except (ValueError, RuntimeError) as error:
             raise InputRefused(f"{folder}: vLLM can't load it ({str(error).splitlines()[0]})") from error
         self._count_steps()
 
     def sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
         """Draw one completion for each request in one engine call, long prompts first."""
-        from vllm import SamplingParams, TokensPrompt
-
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].prompt_ids), i))
-        prompts = [TokensPrompt(prompt_token_ids=requests[i].prompt_ids.tolist()) for i in order]
+        prompts = [self._vllm.TokensPrompt(prompt_token_ids=requests[i].prompt_ids.tolist()) for i in order]
         params = [
-            SamplingParams(
+            self._vllm.SamplingParams(
                 n=1,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
@@ -142,10 +140,8 @@ class VllmSampler:
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Return the log-probabilities of given completions at temperature 1: what the loaded weights really say."""
-        from vllm import SamplingParams, TokensPrompt
-
-        texts = [TokensPrompt(prompt_token_ids=[*p, *c]) for p, c in zip(prompts, completions, strict=True)]
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        texts = [self._vllm.TokensPrompt(prompt_token_ids=[*p, *c]) for p, c in zip(prompts, completions, strict=True)]
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         outputs = self._generate(texts, params)
         return [
             [entry[token].logprob for entry, token in zip(output.prompt_logprobs[len(prompt) :], ids, strict=True)]
@@ -158,6 +154,11 @@ class VllmSampler:
 
         del self._engine
         gc.collect()
+
+
+def _vllm() -> Any:
+    """Import vLLM; by name, since a type checker takes this folder for the package where that isn't installed."""
+    return importlib.import_module("vllm")
 
 
 def _repack_head(worker: Any) -> None:

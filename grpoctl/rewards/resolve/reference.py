@@ -6,7 +6,6 @@ User modules are read, not imported; where reading cannot tell (re-exports, deco
 from __future__ import annotations
 
 import hashlib
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,7 +86,7 @@ def _builtin(ref: str, kwargs: dict[str, Any]) -> RewardReference:
         kind="builtin",
         signature="row",
         kwargs=builtin.builtin_options(name, kwargs),
-        source_digest=_digest([Path(inspect.getfile(builtin.BUILTINS[name].make))]),
+        source_digest=builtin.BUILTINS[name].identity,
         target=Target(attribute=name),
         parameters=(Parameter(name="sample", kind="any", required=True, annotation="RewardSample"),),
     )
