@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Final
 
 from grpoctl.errors import UsageError
@@ -28,7 +28,7 @@ EXTRAS: Final = {
 def require(*packages: str) -> None:
     """Raise UsageError with the pip line where a package of an extra isn't installed."""
     for package in packages:
-        if find_spec(package) is None:
+        if importlib.util.find_spec(package) is None:
             raise UsageError(_missing(package))
 
 

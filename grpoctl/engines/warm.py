@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from grpoctl.engines.base import PolicyModel, Sampler, Trainer
 from grpoctl.inputs.policies import PolicyFolder
@@ -15,6 +15,7 @@ from grpoctl.processes.ranks import ALONE, Ranks
 from grpoctl.settings.runtime import RuntimeConfig
 
 if TYPE_CHECKING:
+    from grpoctl.engines.registry import Loading
     from grpoctl.engines.value_head.model import RewardModel
 
 log = logging.getLogger("grpoctl")
@@ -26,6 +27,15 @@ ModelKey = tuple[str, str, str, str]
 def model_key(digest: str, *, forward: str, dtype: str, runtime: RuntimeConfig) -> ModelKey:
     """Return what a loaded model is known by."""
     return digest, forward, dtype, runtime.device
+
+
+def loading_key(loading: Loading, engine: str) -> ModelKey:
+    """Return what the model of a load is known by."""
+    from grpoctl.engines.registry import training_engine
+
+    forward = training_engine(engine).forward
+    digest = loading.policy.weights_digest
+    return model_key(digest, forward=forward, dtype=loading.dtype, runtime=loading.runtime)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,9 +55,7 @@ class Warm:
             self.told.add(message)
             log.info("%s", message)
 
-    def model(
-        self, policy: PolicyFolder, *, dtype: str, runtime: RuntimeConfig, engine: str = "torch", **hooks: Any
-    ) -> PolicyModel:
+    def model(self, policy: PolicyFolder, *, dtype: str, runtime: RuntimeConfig, engine: str = "torch") -> PolicyModel:
         """Return a policy's model, loaded once for each weights digest.
 
         Args:
@@ -55,24 +63,32 @@ class Warm:
             dtype: of the forward
             runtime: device and layout
             engine: whose model
-            hooks: `insert` and `fill` of a `Loading`
 
         Raises:
             TryAgain: the device has no memory for it.
             InputRefused: the engine can't compute it.
         """
-        from grpoctl.engines.registry import Loading, training_engine
+        from grpoctl.engines.registry import Loading
 
-        set_threads(runtime)
-        record = training_engine(engine)
-        key = model_key(policy.weights_digest, forward=record.forward, dtype=dtype, runtime=runtime)
-        if key not in self.models:
-            loading = Loading(policy=policy, dtype=dtype, runtime=runtime, ranks=self.ranks, **hooks)
-            self.models[key] = record.load(loading)
-            while len(self.models) > WARM_MODELS:
-                self.models.popitem(last=False)
-        self.models.move_to_end(key)
-        return self.models[key]
+        loading = Loading(policy=policy, dtype=dtype, runtime=runtime, ranks=self.ranks)
+        model = self.take(loading, engine)
+        key = loading_key(loading, engine)
+        self.models[key] = model  # last, so that the ones before it go first
+        while len(self.models) > WARM_MODELS:
+            self.models.popitem(last=False)
+        return model
+
+    def take(self, loading: Loading, engine: str) -> PolicyModel:
+        """Return a policy's model, loaded or taken out of the warm ones, for a caller that is going to change it."""
+        from grpoctl.engines.registry import training_engine
+
+        set_threads(loading.runtime)
+        kept = self.models.pop(loading_key(loading, engine), None)
+        if kept is None:
+            return training_engine(engine).load(loading)
+        loading.insert(kept)
+        loading.fill(kept)
+        return kept
 
     def reward_model(self, model: RewardModelFolder, *, dtype: str, runtime: RuntimeConfig) -> RewardModel:
         """Return a reward model, loaded once for each weights digest; one is kept.

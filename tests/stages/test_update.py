@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from grpoctl.artifacts.artifact import Artifact, read_manifest
 from grpoctl.engines.base import OptimizerSettings
 from grpoctl.errors import Conflict, GateFailed, InputRefused, UsageError
+from grpoctl.inputs.policies import BUILTIN
 from grpoctl.settings.fields import UpdateConfig
 from grpoctl.settings.jobs import UpdateJob
 from grpoctl.settings.load import load_job
@@ -81,7 +82,7 @@ def test_micro_batches_change_neither_loss_nor_gradient_nor_metrics(
 
 
 def test_weights_after_the_update_do_not_depend_on_micro_batches(inputs: dict[str, str], tmp_path: Path) -> None:
-    start = load_file(str(Path(update.__file__).parents[1] / "builtin/tiny/model.safetensors"))
+    start = load_file(str(BUILTIN / "tiny/model.safetensors"))
     one = run_update(inputs, tmp_path / "a", "runtime.micro_batch_tokens=512", "update.adam_eps=1e-4")
     two = run_update(inputs, tmp_path / "b", "runtime.micro_batch_tokens=16384", "update.adam_eps=1e-4")
     assert relative(weights(one), weights(two), start) < 1e-4

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from command_line import manifest, part
 
-from tools import make_tiny
+from grpoctl.inputs.policies import BUILTIN
 
-TINY = Path(make_tiny.__file__).parent / "tiny"
+TINY = BUILTIN / "tiny"
 
 
 def flip_bit(path: Path, place: int | None = None) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpoctl.artifacts.storage import locate, write_bytes
 from grpoctl.errors import GateFailed
 from grpoctl.settings.jobs import UpdateJob
-from grpoctl.stages.update.step import Step, StepSums
+
+if TYPE_CHECKING:
+    from grpoctl.stages.update.step import Step, StepSums
 
 NONFINITE_FILE = "_nonfinite.json"
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpoctl.artifacts.artifact import ArtifactWriter, open_artifact
 from grpoctl.artifacts.lineage import require_made_from
@@ -25,9 +25,11 @@ from grpoctl.stages.stage import Definition, Facts, Prepared, Stage, data_parall
 from grpoctl.stages.update.batches import has_signal, load_training_rows, mini_batches, num_mini_batches
 from grpoctl.stages.update.inputs import UpdateInputs, UpdatePlan
 from grpoctl.stages.update.report import check_limits, step_statistics
-from grpoctl.stages.update.step import Step, StepSettings, learning_rate
 from grpoctl.stages.update.trainer import keep_warm, load_trainer
 from grpoctl.stages.update.write import Trained, write_update
+
+if TYPE_CHECKING:
+    from grpoctl.stages.update.step import Step
 
 log = logging.getLogger("grpoctl")
 
@@ -156,6 +158,8 @@ def compute(job: UpdateJob, plan: UpdatePlan, writer: ArtifactWriter, context: C
     Raises:
         GateFailed: too many non-finite steps, or a limit was crossed.
     """
+    from grpoctl.stages.update.step import Step, StepSettings
+
     inputs, data, ranks = plan.inputs, plan.data, context.ranks
     sharers = data_parallel_ranks(job.update.engine, job.runtime, ranks)
     trainer = load_trainer(job, context.warm, inputs)
@@ -199,6 +203,8 @@ def _batches(job: UpdateJob, plan: UpdatePlan) -> Iterator[tuple[int, list[int]]
 
 def _take(step: Step, job: UpdateJob, global_step: int, tokens: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Run one optimizer step and return its row of the steps table."""
+    from grpoctl.stages.update.step import learning_rate
+
     started = time.monotonic()
     sums, denominator = step.run()
     tokens.update(sums.tokens)

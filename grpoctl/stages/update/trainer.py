@@ -10,8 +10,8 @@ from grpoctl.algorithms.seeds import identity_seed
 from grpoctl.artifacts.artifact import Artifact
 from grpoctl.artifacts.canonical import sha256_json
 from grpoctl.engines.base import PolicyModel, Trainer
-from grpoctl.engines.registry import training_engine
-from grpoctl.engines.warm import ModelKey, Warm, model_key
+from grpoctl.engines.registry import Loading, training_engine
+from grpoctl.engines.warm import Warm, model_key
 from grpoctl.errors import InputRefused
 from grpoctl.inputs.policies import ADAPTER, PolicyFolder, open_policy
 from grpoctl.settings.jobs import UpdateJob
@@ -57,21 +57,15 @@ def _take_model(job: UpdateJob, warm: Warm, inputs: UpdateInputs, folder: Path) 
         else:
             draw(model, seed=identity_seed("lora", adapters.base.weights_digest, job.seed))
 
-    model = warm.model(
-        policy,
+    loading = Loading(
+        policy=policy,
         dtype=job.update.dtype,
         runtime=job.runtime,
-        engine=job.update.engine,
+        ranks=warm.ranks,
         insert=insert_adapters,
         fill=fill_adapters,
     )
-    del warm.models[_key(job, policy.weights_digest)]
-    return model
-
-
-def _key(job: UpdateJob, digest: str) -> ModelKey:
-    forward = training_engine(job.update.engine).forward
-    return model_key(digest, forward=forward, dtype=job.update.dtype, runtime=job.runtime)
+    return warm.take(loading, job.update.engine)
 
 
 def _base(job: UpdateJob, inputs: UpdateInputs, folder: Path) -> tuple[PolicyFolder, Adapters | None]:
@@ -102,10 +96,12 @@ def keep_warm(job: UpdateJob, warm: Warm, trainer: Trainer, artifact: Artifact, 
     """
     committed = artifact.manifest.policy
     changed = job.update.lora.rank or job.runtime.activation_checkpointing
-    if warm.ranks.world_size > 1 or changed or not training_engine(job.update.engine).stays_warm:
+    engine = training_engine(job.update.engine)
+    if warm.ranks.world_size > 1 or changed or not engine.stays_warm:
         return
     if committed is not None and committed.weights_digest == digest:
-        warm.models[_key(job, digest)] = trainer.policy
+        key = model_key(digest, forward=engine.forward, dtype=job.update.dtype, runtime=job.runtime)
+        warm.models[key] = trainer.policy
         warm.trainers[_warm_key(job, digest, artifact.manifest.content_digest)] = trainer
 
 
