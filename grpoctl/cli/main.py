@@ -15,8 +15,7 @@ from grpoctl.processes import launcher
 from grpoctl.processes.stop import STOP
 from grpoctl.stages.registry import STAGES
 
-COMMANDS: Final[dict[str, str]] = {
-    **{name: listed.help for name, listed in STAGES.items() if " " not in name},
+OTHERS: Final[dict[str, str]] = {
     "run": "Pipeline file in, a whole run of these stages out; continues where the files end.",
     "plan": "Pipeline file in, a line for each stage out: done or to run.",
     "example-data": "Nothing in, a Parquet file of addition prompts out, to try the other commands on.",
@@ -24,9 +23,14 @@ COMMANDS: Final[dict[str, str]] = {
     "reward": "Try a reward function on rows of a file (grpoctl reward test).",
     "reward-model": "Train a reward model on pairs of answers (grpoctl reward-model train).",
 }
-"""Every command and its help. Its options are rendered from the settings when it is the one being run."""
-STOPPABLE: Final = frozenset({*STAGES, "run", "reward-model"})
-"""Commands that end between shards and steps when they are asked to."""
+"""Commands that aren't a stage's own."""
+STOPPABLE: Final = ("run", "reward-model")
+"""Those of them that end between shards and steps when they are asked to, as every stage does."""
+
+
+def commands() -> dict[str, str]:
+    """Return every command and its help; its options are rendered from the settings when it is the one being run."""
+    return {name: listed.help for name, listed in STAGES.items() if " " not in name} | OTHERS
 
 
 def build(selected: str | None) -> typer.Typer:
@@ -40,7 +44,7 @@ def build(selected: str | None) -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_root)
-    for name, text in COMMANDS.items():
+    for name, text in commands().items():
         if name == selected:
             importlib.import_module("grpoctl.cli.run").add(app, name, text)
         else:
@@ -67,7 +71,7 @@ def main() -> NoReturn:
     """Run the command that the arguments name."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads on a busy machine cost ten times the work
     selected = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-    if selected in STOPPABLE:
+    if selected in (*STAGES, *STOPPABLE):
         STOP.install()  # before anything heavy is imported: libraries swallow an exception that comes meanwhile
     try:
         build(selected)()
