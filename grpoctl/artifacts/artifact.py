@@ -209,13 +209,13 @@ def refuse_our_files(url: str, names: Iterable[str]) -> None:
     Raises:
         InputRefused: with the artifact, or the unfinished work, that they belong to.
     """
+    location = locate(url)
     for name in names:
         head, found, _ = name.partition(f"/{SHARDS_FOLDER}/")
         if not found:
             continue
-        place = (
-            url if locate(url).path.rstrip("/") == head.rstrip("/") else locate(url).filesystem.unstrip_protocol(head)
-        )
+        inner = head.removeprefix(location.path.rstrip("/")).strip("/")
+        place = location.child(inner).url if inner else url
         if read_manifest(place) is None:
             raise not_committed(place, expected="data files, or a committed artifact")
         raise InputRefused(f"{url}: holds an artifact of grpoctl ({place}); name data files, or that artifact itself")

@@ -1,6 +1,7 @@
 """FAULTS.md 1–10: prompt files and tokenizers that can't be sampled from are refused before anything is sampled."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,24 @@ def test_prompts_from_a_table_that_is_not_one_are_refused(empty: Path) -> None:
     assert_refused(rollout("cut.parquet"), 3, where="cut.parquet", found="can't be read|truncated")
     assert_refused(rollout("nowhere.parquet"), 3, where="nowhere.parquet", found="not found", todo="check the path")
     assert_nothing_made()
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "data"])
+def test_unfinished_work_of_ours_is_no_data(work: Path, folder: str) -> None:
+    """A killed rollout's folder holds shard records in JSON: no rows of anybody's."""
+    Path("rollouts/_MANIFEST.json").unlink()
+    shutil.copytree("rollouts", "data/rollouts")
+    refused = grpoctl("rollout", "--prompts", folder, "--out", "../new", "--policy", "builtin:tiny")
+    parts = {
+        "where": "rollouts",
+        "found": r"a folder without a manifest \(unfinished work\?\)",
+        "todo": "rerun the stage",
+    }
+    assert_refused(refused, 3, **parts)
+    assert_refused(grpoctl("reward", "test", "accuracy", "--data", folder), 3, **parts)
+    assert_refused(grpoctl("reward-model", "train", "--preferences", folder, "--out", "../rm"), 3, **parts)
+
+
+def test_a_run_s_folder_is_no_data(work: Path) -> None:
+    refused = grpoctl("rollout", "--prompts", ".", "--out", "../new", "--policy", "builtin:tiny")
+    assert_refused(refused, 3, found="holds an artifact of grpoctl", todo="name data files, or that artifact itself")

@@ -1,0 +1,71 @@
+"""What a reward is given of a row and of the run, by the command."""
+
+from pathlib import Path
+
+import pytest
+from command_line import assert_refused, done, grpoctl, rows
+from pipeline_file import edited
+
+OPENRLHF = """
+def by_openrlhf(queries, prompts, labels):
+    whole, prompt = queries[0], prompts[0]
+    assert isinstance(prompt, str) and whole.startswith(prompt), (whole, prompt)
+    assert prompt.startswith("<|im_start|>user\\n") and prompt.endswith("<|im_start|>assistant\\n"), prompt
+    assert labels[0] is not None
+    return {"rewards": [float(len(whole) - len(prompt))], "extra_logs": {}}
+"""
+TRL = """
+def by_trl(completions, trainer_state, **kwargs):
+    return [1.0 + trainer_state.max_steps + i % 2 for i, _ in enumerate(completions)]
+"""
+
+
+def test_an_openrlhf_reward_sees_the_prompt_as_the_model_saw_it(work: Path) -> None:
+    Path("r.py").write_text(OPENRLHF)
+    done("score", "--reward", "r.py:by_openrlhf", "--out", "new")
+    for score, sampled in zip(rows("new"), rows("rollouts"), strict=True):
+        assert score["reward"] == len(sampled["completion"])
+    shown = done("reward", "test", "r.py:by_openrlhf", "--data", "rollouts", "-n", 3, "--json").record
+    assert [row["reward_status"] for row in shown["rows"]] == ["ok"] * 3
+
+
+def test_an_openrlhf_reward_whose_policy_is_another_one_now_is_refused(work: Path) -> None:
+    """The prompt's text needs the tokenizer that made the ids."""
+    Path("r.py").write_text(OPENRLHF)
+    import shutil
+
+    from damage import TINY
+
+    shutil.copytree(TINY, "model")
+    done("rollout", "--policy", "model", "--limit", 2, "--group-size", 2, "--max-new-tokens", 8, "--out", "mine")
+    Path("model/chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert_refused(
+        grpoctl("score", "--rollouts", "mine", "--reward", "r.py:by_openrlhf", "--out", "new"), 3, found="tokenizer"
+    )
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_trl_reward_knows_how_many_iterations_the_run_has(small_pipeline: Path, iterations: int) -> None:
+    (small_pipeline.parent / "reward.py").write_text(TRL)
+    edited(small_pipeline, "reward.py:by_length", "reward.py:by_trl")
+    done("run", small_pipeline, "--iterations", iterations)
+    assert rows("run/iter-000000/scores")[0]["reward"] == 1.0 + iterations
+
+
+def test_more_iterations_later_change_no_scores(small_pipeline: Path) -> None:
+    (small_pipeline.parent / "reward.py").write_text(TRL)
+    edited(small_pipeline, "reward.py:by_length", "reward.py:by_trl")
+    done("run", small_pipeline, "--iterations", 1)
+    done("run", small_pipeline, "--iterations", 2)
+    assert rows("run/iter-000000/scores")[0]["reward"] == 2.0
+
+
+KEY = "import os\ndef with_key(completion):\n    return float(len(os.environ['JUDGE_API_KEY']) + len(completion) % 3)\n"
+
+
+def test_a_key_reaches_the_reward_that_it_is_named_for(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "12345")
+    Path("r.py").write_text(KEY)
+    assert grpoctl("score", "--reward", "r.py:with_key", "--out", "without").code == 6
+    done("score", "--reward", "r.py:with_key", "--out", "with", "--set", "runtime.reward_environment=[JUDGE_API_KEY]")
+    assert rows("with")[0]["reward"] >= 5.0
