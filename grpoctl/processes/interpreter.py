@@ -50,6 +50,7 @@ class Interpreter:
         else:
             line = self._line(child, stop)
         if not line:
+            child.wait(CLOSE_SECONDS)  # its output has ended, and so will it
             code = child.kill()
             self._child = None
             raise TryAgain(f"{what}: {self.python} ended with status {code}; finished shards are kept: rerun")

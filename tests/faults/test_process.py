@@ -1,6 +1,5 @@
 """FAULTS.md 56, 57: a run that is killed or asked to stop at any moment continues to the same files."""
 
-import os
 import random
 import signal
 import subprocess
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Outcome, done, ended, is_committed, manifest, rows, start
+from command_line import Outcome, done, ended, is_committed, manifest, start
+from processes_of import is_running, wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "pipelines/quickstart.yaml"
 MANY_SHARDS = ("rollout", "--policy", "builtin:tiny", "--group-size", 2, "--limit", 40, "--max-new-tokens", 28)
@@ -34,9 +34,8 @@ def digests(run_dir: Path) -> dict[str, str]:
 
 
 def wait_for(path: Path, process: Any) -> None:
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() or process.poll() is not None, str(path))
+    assert path.exists(), process.communicate()
 
 
 @pytest.fixture(scope="session")
@@ -80,17 +79,6 @@ def test_runs_killed_at_ten_random_moments_end_as_the_uninterrupted_one(
     assert kills == 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.4, 0.9, 1.3])
-def test_a_kill_during_start_leaves_nothing_in_the_way(empty: Path, delay: float) -> None:
-    process = start(*MANY_SHARDS)
-    time.sleep(delay)
-    process.kill()
-    process.communicate()
-    done(*MANY_SHARDS)
-    assert len(rows("rollouts")) == 80
-
-
 def interrupted(number: int, *command: object, out: str = "rollouts") -> tuple[Any, Outcome]:
     process = start(*command)
     wait_for(Path(out) / "_shards/00000.json", process)
@@ -128,13 +116,6 @@ def sleepy(completion):
 """
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_second_signal_stops_at_once(work: Path) -> None:
     """The reward takes 80 s for the only shard; the first signal lets it go on, the second doesn't."""
     started = work / "started"
@@ -164,14 +145,3 @@ def test_a_stopped_run_continues_to_the_same_files(
     assert outcome.code == code, outcome.err
     done(*run_pipeline(run_dir))
     assert digests(run_dir) == uninterrupted
-
-
-@pytest.mark.parametrize("delay", [0.3, 0.8])
-def test_ctrl_c_during_start_is_an_interruption_too(empty: Path, delay: float) -> None:
-    """A process that hasn't begun may die of the signal itself, which a shell reports as 130."""
-    process = start(*MANY_SHARDS)
-    time.sleep(delay)
-    os.kill(process.pid, signal.SIGINT)
-    outcome = ended(process)
-    assert outcome.code in (130, -signal.SIGINT), outcome.err
-    assert not is_committed("rollouts")

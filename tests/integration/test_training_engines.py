@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes_of import below, is_running, wait_until
 from safetensors.torch import load_file
 
 from benchmarks import parity
@@ -142,9 +143,10 @@ def test_a_kill_while_saving_leaves_no_artifact_and_the_rerun_is_exact(arguments
     while not list(out.glob(".tmp-update-*")):
         assert process.poll() is None and time.monotonic() < give_up
         time.sleep(0.001)
+    started = below(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    time.sleep(1)
+    wait_until(lambda: not any(is_running(pid) for pid in started), "the end of the ranks")
     assert read_manifest(str(out)) is None
     again = grpoctl(*arguments, *two, "--out", str(out))
     assert again["content_digest"] == clean["content_digest"]
@@ -191,10 +193,11 @@ def test_a_signal_to_the_starter_stops_all_processes(arguments: list[str], tmp_p
         "--set",
         "update.epochs=500",
     ]
-    process = subprocess.Popen([*command, "--out", str(tmp_path / "a")], env=ENVIRONMENT, stderr=subprocess.PIPE)
-    time.sleep(30)
+    command += ["--out", str(tmp_path / "a")]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE)
+    wait_until(lambda: len(below(process.pid)) >= 4 or process.poll() is not None, "both ranks with their guardians")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 143, errors.decode()[-2000:]
     assert read_manifest(str(tmp_path / "a")) is None
 

@@ -112,7 +112,9 @@ def test_a_warm_engine_samples_from_the_new_weights(vllm_python: str, tmp_path: 
 
 
 def test_a_killed_engine_loses_one_shard_at_most(vllm_python: str, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.parquet", addition_prompts(24))
+    prompts = write_prompts(
+        tmp_path / "p.parquet", addition_prompts(160)
+    )  # far more than is sampled before the signal comes
     command = [
         vllm_python, "-m", "grpoctl", "rollout", "--engine", "vllm", "--prompts", prompts, "--group-size", "16",
         "--max-new-tokens", "28", "--set", "rollout.prompts_per_shard=2", "--out", str(tmp_path / "r"), *EAGER,
@@ -124,11 +126,11 @@ def test_a_killed_engine_loses_one_shard_at_most(vllm_python: str, tmp_path: Pat
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = {path.name: path.read_bytes() for path in shards.iterdir()}
-    assert 3 <= len(before) < 12
+    assert 3 <= len(before) < 80
     assert not (tmp_path / "r/_MANIFEST.json").exists()
     assert subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False).returncode == 0
     assert all((shards / name).read_bytes() == data for name, data in before.items())
-    assert open_artifact(str(tmp_path / "r"), table="rollouts").manifest.rows.ok == 24 * 16
+    assert open_artifact(str(tmp_path / "r"), table="rollouts").manifest.rows.ok == 160 * 16
 
 
 def test_a_dead_interpreter_is_try_again(tmp_path: Path) -> None:
@@ -144,7 +146,9 @@ def test_a_dead_interpreter_is_try_again(tmp_path: Path) -> None:
 
 
 def test_a_hanging_engine_ends_the_stage_with_try_again_and_a_rerun_completes(vllm_python: str, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.parquet", addition_prompts(24))
+    prompts = write_prompts(
+        tmp_path / "p.parquet", addition_prompts(160)
+    )  # far more than is sampled before the signal comes
     command = [
         vllm_python, "-m", "grpoctl", "rollout", "--engine", "vllm", "--prompts", prompts, "--group-size", "16",
         "--max-new-tokens", "28", "--set", "rollout.prompts_per_shard=2", "--out", str(tmp_path / "r"), *EAGER,
@@ -161,7 +165,7 @@ def test_a_hanging_engine_ends_the_stage_with_try_again_and_a_rerun_completes(vl
     assert frozen
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=600)
     assert process.returncode == 75, told[-3000:]
     assert "did nothing for 5 s (runtime.engine_timeout_seconds): it hangs" in told
     while any(Path(f"/proc/{pid}").exists() for pid in frozen):

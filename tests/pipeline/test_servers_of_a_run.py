@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from addition import QUICKSTART
+from processes_of import PATIENCE_SECONDS
 
 from grpoctl.errors import InputRefused, TryAgain, UsageError
 from grpoctl.pipeline import servers as managed_servers
@@ -117,7 +118,7 @@ def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(t
         f"ManagedServers(RuntimeConfig(serve=serve), Context(quiet=True), Path({str(tmp_path)!r})).serving('builtin:tiny')"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + PATIENCE_SECONDS
     while not (note.exists() and note.read_text()):
         assert process.poll() is None and time.monotonic() < give_up
         time.sleep(0.05)
@@ -159,7 +160,6 @@ def test_what_a_dead_server_started_is_ended_before_the_next_one(tmp_path: Path)
         os.kill(leader, signal.SIGKILL)
         while is_alive(leader):
             time.sleep(0.01)
-        time.sleep(0.2)  # the supervisor notices
         managed.serving("builtin:tiny")
         assert not is_alive(first)
     assert not any(is_alive(int(pid)) for pid in note.read_text().split())
@@ -170,8 +170,6 @@ def test_servers_that_ignore_the_request_to_stop_are_killed_together(monkeypatch
     stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{ANSWERING}"
     with servers(sys.executable, "-c", stubborn, "{port}", "{policy}", replicas=3) as managed:
         pids = [int(words(url)[2]) for url in managed.serving("builtin:tiny")]
-        started = time.monotonic()
-    assert time.monotonic() - started < 30
     assert not any(is_alive(pid) for pid in pids)
 
 

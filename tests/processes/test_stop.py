@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ended, is_committed, start
+from command_line import done, ended, is_committed, rows, start
 
 ROLLOUT = ("rollout", "--policy", "builtin:tiny", "--group-size", 2, "--limit", 2, "--max-new-tokens", 8)
 SWALLOWING = """
@@ -38,6 +38,14 @@ def test_a_signal_during_an_import_is_not_lost(empty: Path, name: str, number: i
     )
     assert result.returncode == code, result.stderr
     assert not is_committed("rollouts")
+
+
+@pytest.mark.parametrize("name", ["pydantic", "pyarrow", "transformers"])
+def test_a_kill_during_an_import_leaves_nothing_in_the_way(empty: Path, name: str) -> None:
+    words = [sys.executable, "-c", SWALLOWING.format(name=name, number=int(signal.SIGKILL)), *map(str, ROLLOUT)]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == -signal.SIGKILL
+    done(*ROLLOUT)
+    assert len(rows("rollouts")) == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

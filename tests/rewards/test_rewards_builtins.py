@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -159,12 +158,11 @@ def test_text_rewards_are_zero_or_one_for_any_text(completion):
 @pytest.mark.parametrize(
     "piece", ["<answer>", "</answer><answer>", "<think>", "#### ", "A:", "1,111,", "-", "$1.", "9" * 50]
 )
+@pytest.mark.timeout(60)  # quadratic work on this would take hours
 def test_text_rewards_are_linear_in_hostile_text(piece):
     completion = piece * (400_000 // len(piece))
-    start = time.monotonic()
     for name, answer in (("accuracy", "1"), ("format", None), ("gsm8k", "1")):
         reward(name, completion, answer=answer)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
