@@ -27,7 +27,7 @@ from grpoctl.pipeline.metrics import metrics_row
 from grpoctl.pipeline.report import summary_line
 from grpoctl.pipeline.servers import ManagedServers
 from grpoctl.processes.interpreter import Interpreter
-from grpoctl.settings.jobs import Job, PipelineConfig, Places, RolloutJob
+from grpoctl.settings.jobs import Job, PipelineConfig, RolloutJob
 from grpoctl.stages.context import Context
 from grpoctl.stages.registry import artifact_folders, cycle, stage_named
 from grpoctl.stages.stage import StageResult, result_of, run
@@ -229,14 +229,19 @@ class Pipeline:
             interpreter.close()
 
     def _job(self, config: PipelineConfig, iteration: int, stage: str) -> Job:
-        places = Places(
-            out={name: self._url(iteration, name) for name in self._stages(config)},
-            policy=self._policy(config, iteration),
-            reference=config.policy if config.reference == "initial" else config.reference,
-            previous_update=self._previous_update(iteration),
-            policies=f"{config.run_dir}/policies",
-        )
-        return stage_named(stage).job.of(config, iteration, places)
+        """Return a stage's job of an iteration: the pipeline's settings, and where this iteration reads and writes."""
+        others = {name for name in self._stages(config) if name != stage}
+        inputs = {
+            **{folder: self._url(iteration, name) for name, folder in artifact_folders().items() if name in others},
+            "policy": self._policy(config, iteration),
+            "reference": config.policy if config.reference == "initial" else config.reference,
+            "resume_from": self._previous_update(iteration),
+            "iteration": iteration,
+            "out": self._url(iteration, stage),
+            "to": f"{config.run_dir}/policies",
+            "runtime": config.stage_runtime,
+        }
+        return stage_named(stage).job.of(config, inputs)
 
     def _url(self, iteration: int, stage: str) -> str:
         if stage == "sync":

@@ -2,3 +2,7 @@
 
 Knows nothing of artifacts, stages or configs: samples in, one typed outcome per sample out.
 """
+
+from grpoctl.rewards.sample import RewardOutcome, RewardSample
+
+__all__ = ["RewardOutcome", "RewardSample"]

@@ -6,10 +6,10 @@ What a command's flags, a section of a pipeline file and a line to a stage worke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from grpoctl.settings.fields import (
     Flag,
@@ -37,33 +37,21 @@ class Job(Section):
     """What never changes the result."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> Job:
-        """Return the job of a pipeline's iteration; stages outside the cycle have none."""
-        raise NotImplementedError(f"{cls.__name__} is no stage of an iteration")
+    def of(cls, config: PipelineConfig, inputs: Mapping[str, Any]) -> Self:
+        """Return the job of a pipeline's iteration: the same record that its command would fill from flags.
+
+        Args:
+            config: settings, by the names that a job and a pipeline file share
+            inputs: everything else by the job's names, such as rollouts, policy, out, iteration; those it lacks are left
+        """
+        shared = {name: getattr(config, name) for name in cls.model_fields if name in PipelineConfig.model_fields}
+        given = {name: value for name, value in inputs.items() if name in cls.model_fields}
+        return cls(**{**shared, **given})
 
     @property
     def output(self) -> str:
         """Artifact or folder to write."""
         return getattr(self, self.output_field)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where one iteration of a run reads and writes.
-
-    Args:
-        out: URL of what each stage of the cycle writes, by the stage's name; stages that the run leaves out have none
-        policy: REF of the policy that samples
-        reference: REF of the frozen reference, None without one
-        previous_update: whose optimizer state is continued, None at the start
-        policies: folder of published versions
-    """
-
-    out: Mapping[str, str]
-    policy: str
-    reference: str | None
-    previous_update: str | None
-    policies: str
 
 
 Servers = Annotated[tuple[str, ...], Field(strict=False)]
@@ -87,20 +75,6 @@ class RolloutJob(Job):
     rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
 
-    @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> RolloutJob:
-        """Return an iteration's job: the same record that its command would fill from flags."""
-        return cls(
-            prompts=config.prompts,
-            policy=places.policy,
-            seed=config.seed,
-            iteration=iteration,
-            out=places.out["rollout"],
-            servers=config.servers,
-            rollout=config.rollout,
-            runtime=config.stage_runtime,
-        )
-
 
 class ScoreJob(Job):
     """Reward each completion and compare it with its group."""
@@ -117,16 +91,9 @@ class ScoreJob(Job):
     """Rewards and advantages."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> ScoreJob:
-        """Return an iteration's job: the same record that its command would fill from flags."""
-        return cls(
-            rollouts=places.out["rollout"],
-            logprobs=places.out.get("logprob") if config.score.kl_coef > 0 else None,
-            iterations=config.iterations,
-            out=places.out["score"],
-            score=config.score,
-            runtime=config.stage_runtime,
-        )
+    def of(cls, config: PipelineConfig, inputs: Mapping[str, Any]) -> Self:
+        """Return an iteration's job; log-probabilities are read for a KL penalty only."""
+        return super().of(config, inputs if config.score.kl_coef > 0 else {**inputs, "logprobs": None})
 
 
 class LogprobJob(Job):
@@ -146,16 +113,9 @@ class LogprobJob(Job):
     """Precision and gates."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> LogprobJob:
-        """Return an iteration's job: the same record that its command would fill from flags."""
-        return cls(
-            rollouts=places.out["rollout"],
-            policy=places.policy if config.update.old == "old_logprobs" else None,
-            reference=places.reference,
-            out=places.out["logprob"],
-            logprob=config.logprob,
-            runtime=config.stage_runtime,
-        )
+    def of(cls, config: PipelineConfig, inputs: Mapping[str, Any]) -> Self:
+        """Return an iteration's job; the policy's own are recomputed where the ratio divides by them."""
+        return super().of(config, inputs if config.update.old == "old_logprobs" else {**inputs, "policy": None})
 
 
 class UpdateJob(Job):
@@ -180,21 +140,6 @@ class UpdateJob(Job):
     update: UpdateConfig = UpdateConfig()
     """Loss, optimizer, batches."""
 
-    @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> UpdateJob:
-        """Return an iteration's job: the same record that its command would fill from flags."""
-        return cls(
-            rollouts=places.out["rollout"],
-            scores=places.out["score"],
-            logprobs=places.out.get("logprob"),
-            policy=places.policy,
-            resume_from=places.previous_update,
-            seed=config.seed,
-            out=places.out["update"],
-            update=config.update,
-            runtime=config.stage_runtime,
-        )
-
 
 class SyncJob(Job):
     """Verify an update's policy and publish it."""
@@ -211,17 +156,6 @@ class SyncJob(Job):
     """Addresses of running vLLM or SGLang servers that load the published policy and prove it before CURRENT moves."""
     sync: SyncConfig = SyncConfig()
     """Checks."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> SyncJob:
-        """Return an iteration's job: the same record that its command would fill from flags."""
-        return cls(
-            update=places.out["update"],
-            to=places.policies,
-            servers=config.servers,
-            sync=config.sync,
-            runtime=config.stage_runtime,
-        )
 
 
 class RewardModelJob(Job):

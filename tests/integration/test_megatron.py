@@ -100,6 +100,17 @@ def difference(one: Path, other: Path) -> float:
     return (moved / sum(float(value.double().square().sum()) for value in theirs.values())) ** 0.5
 
 
+def steps(update: Path) -> list[float]:
+    """Return the gradient norm of each step.
+
+    The first is of one gradient at equal weights: only sums in another order differ (2e-7 measured, AVX-512). Later ones are
+    at weights that have moved apart: AdamW's first update is g / (|g| + ε), so where a gradient is all rounding the weight
+    moves by up to lr either way. At lr 1e-3 weights differ by 8e-7 of their norm and the second gradient's norm by 8e-6
+    (1.5e-5 on AVX2); at lr 1e-5 by 1e-8 and 3e-7.
+    """
+    return [row["grad_norm"] for row in pq.read_table(update / "data").to_pylist()]
+
+
 @pytest.mark.parametrize("layout", [(3, 3), (1, 2)], ids=["TP 3", "DP 2"])
 def test_an_update_and_the_next_on_either_engine_are_the_torch_engines(
     inputs: list[str], tmp_path: Path, layout: tuple[int, int]
@@ -108,7 +119,9 @@ def test_an_update_and_the_next_on_either_engine_are_the_torch_engines(
     one, _ = grpoctl("update", *inputs, *options, "--out", str(tmp_path / "torch"))
     other, _ = grpoctl("update", *inputs, *options, "--out", str(tmp_path / "megatron"), *megatron(*layout))
     assert other["facts"]["loss"] == pytest.approx(one["facts"]["loss"], rel=1e-5)
-    assert other["facts"]["grad_norm"] == pytest.approx(one["facts"]["grad_norm"], rel=1e-5)
+    first, second = zip(*(steps(tmp_path / name) for name in ("torch", "megatron")), strict=True)
+    assert first[1] == pytest.approx(first[0], rel=5e-6)
+    assert second[1] == pytest.approx(second[0], rel=1e-4)
     assert other["facts"]["first_ratio_max_gap"] < 2e-5  # the logprobs are the torch engine's here
     folder = tmp_path / "megatron"
     assert difference(folder / "policy/model.safetensors", tmp_path / "torch/policy/model.safetensors") < 1e-5

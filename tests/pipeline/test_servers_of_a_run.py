@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from addition import QUICKSTART
-from processes_of import PATIENCE_SECONDS
+from processes_of import PATIENCE_SECONDS, is_running
 
 from grpoctl.errors import InputRefused, TryAgain, UsageError
 from grpoctl.pipeline import servers as managed_servers
@@ -50,13 +50,6 @@ def words(url: str) -> list[str]:
         return answer.read().decode().split()
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 def test_each_replica_is_started_on_the_policys_folder_and_kept(tmp_path: Path) -> None:
     with servers(sys.executable, "-c", ANSWERING, "{port}", "{policy}", replicas=2) as managed:
         urls = managed.serving("builtin:tiny")
@@ -67,12 +60,12 @@ def test_each_replica_is_started_on_the_policys_folder_and_kept(tmp_path: Path) 
         assert [words(url) for url in urls] == first
         pids = [int(pid) for _, _, pid in first]
         os.kill(pids[0], signal.SIGKILL)
-        while is_alive(pids[0]):
+        while is_running(pids[0]):
             time.sleep(0.01)
         again = managed.serving("builtin:tiny")  # the dead one is started anew, the other is kept
         assert again[1] == urls[1] and int(words(again[0])[2]) != pids[0]
         pids.append(int(words(again[0])[2]))
-    assert not any(is_alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_a_command_that_ends_is_told_with_its_last_words() -> None:
@@ -103,7 +96,7 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> No
         pytest.raises(TryAgain, match=r"(?s)server 0 doesn't answer after 2 s.*loading"),
     ):
         managed.serving("builtin:tiny")
-    assert not is_alive(int(note.read_text()))
+    assert not is_running(int(note.read_text()))
 
 
 def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(tmp_path: Path) -> None:
@@ -125,7 +118,7 @@ def test_servers_end_with_the_process_that_started_them_even_when_it_is_killed(t
     pid = int(note.read_text())
     process.kill()
     process.wait()
-    while is_alive(pid):
+    while is_running(pid):
         assert time.monotonic() < give_up
         time.sleep(0.05)
 
@@ -158,11 +151,11 @@ def test_what_a_dead_server_started_is_ended_before_the_next_one(tmp_path: Path)
             time.sleep(0.01)
         first = int(note.read_text().split()[0])
         os.kill(leader, signal.SIGKILL)
-        while is_alive(leader):
+        while is_running(leader):
             time.sleep(0.01)
         managed.serving("builtin:tiny")
-        assert not is_alive(first)
-    assert not any(is_alive(int(pid)) for pid in note.read_text().split())
+        assert not is_running(first)
+    assert not any(is_running(int(pid)) for pid in note.read_text().split())
 
 
 def test_servers_that_ignore_the_request_to_stop_are_killed_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +163,7 @@ def test_servers_that_ignore_the_request_to_stop_are_killed_together(monkeypatch
     stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{ANSWERING}"
     with servers(sys.executable, "-c", stubborn, "{port}", "{policy}", replicas=3) as managed:
         pids = [int(words(url)[2]) for url in managed.serving("builtin:tiny")]
-    assert not any(is_alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_a_server_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

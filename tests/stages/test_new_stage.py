@@ -15,7 +15,7 @@ from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from grpoctl.artifacts.manifest import RowAccounting
 from grpoctl.artifacts.tables import TABLES, Column, Table
 from grpoctl.settings.fields import Flag
-from grpoctl.settings.jobs import Job, PipelineConfig, Places
+from grpoctl.settings.jobs import Job
 from grpoctl.stages.context import Context
 from grpoctl.stages.registry import STAGES, Listed
 from grpoctl.stages.serve import serve
@@ -39,10 +39,6 @@ class LengthJob(Job):
     """Rollouts artifact."""
     out: Annotated[str, Flag("--out")] = "lengths"
     """Artifact to write."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig, iteration: int, places: Places) -> "LengthJob":
-        return cls(rollouts=places.out["rollout"], out=places.out["length"])
 
 
 @dataclass(frozen=True)
