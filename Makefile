@@ -1,4 +1,4 @@
-# make demo: environment, quickstart pipeline, reward curve.  make test: environment, the suite.
+# make demo: environment, quickstart pipeline, reward curve.  make test: environment, the suite.  make lint: style and types.
 # On a machine with a GPU: make demo CONSTRAINTS= (the constraints pin the CPU build of torch).
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,8 +12,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(VENV)/.installed
 	$(BIN)/grpoctl run pipelines/quickstart.yaml
 
+# One worker a core; a file's tests stay together, since they share models and prepared runs.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $${TEST_WORKERS:-auto}
 
 # Environments of their own, because each engine pins torch and transformers; the tests start servers from them.
 ENVS ?= .venv-engines

@@ -36,7 +36,7 @@ from grpoctl.stages.context import Context
 from grpoctl.stages.stage import run
 
 CPU_ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-"""What the stage sets for vLLM in process (grpoctl/engines/vllm_sampler.py), for run-batch too."""
+"""What the stage sets for vLLM in process (grpoctl/engines/vllm/sampler.py), for run-batch too."""
 
 
 @dataclass(slots=True, kw_only=True)

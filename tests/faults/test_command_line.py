@@ -1,4 +1,4 @@
-"""FAULTS.md 67 and the promises of the command line: extras, already done, conflicts, --json, --help, exit codes."""
+"""Extras, already done, conflicts, --json, --help, exit codes."""
 
 import json
 import subprocess

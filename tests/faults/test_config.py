@@ -1,4 +1,4 @@
-"""FAULTS.md 48, 62, 63, 65: settings are refused where they were written."""
+"""Settings are refused where they were written."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""FAULTS.md 65, 66: runs started from what isn't there, and pipeline files edited after they began."""
+"""Runs started from what isn't there, and pipeline files edited after they began."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""FAULTS.md 49–52, 55, 58–60: damaged, missing and unwritable files, full disks, other clocks, text that is none."""
+"""Damaged, missing and unwritable files, full disks, other clocks, text that is none."""
 
 import contextlib
 import json

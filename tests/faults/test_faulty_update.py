@@ -1,4 +1,4 @@
-"""FAULTS.md 41, 42, 45–47 and 50 where an update meets them: nothing to train on, numbers that explode, work left behind."""
+"""Nothing to train on, numbers that explode, work left behind."""
 
 import json
 import math

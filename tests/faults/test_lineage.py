@@ -1,4 +1,4 @@
-"""FAULTS.md 32–40: artifacts and policies that don't belong together are refused, naming both."""
+"""Artifacts and policies that don't belong together are refused, naming both."""
 
 import json
 from collections.abc import Callable

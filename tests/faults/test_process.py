@@ -1,4 +1,4 @@
-"""FAULTS.md 56, 57: a run that is killed or asked to stop at any moment continues to the same files."""
+"""A run that is killed or asked to stop at any moment continues to the same files."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""FAULTS.md 1–10: prompt files and tokenizers that can't be sampled from are refused before anything is sampled."""
+"""Prompt files and tokenizers that can't be sampled from are refused before anything is sampled."""
 
 import json
 import shutil

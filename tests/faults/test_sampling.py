@@ -1,4 +1,4 @@
-"""FAULTS.md 11–15, 30, 31, 60: what a sampler may hand over, and what becomes of groups with a failed member."""
+"""What a sampler may hand over, and what becomes of groups with a failed member."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
