@@ -41,7 +41,7 @@ class Interpreter:
             GrpoctlError: as it was raised there.
             TryAgain: the child died.
         """
-        child = self._started()
+        child = self._start()
         try:
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.flush()
@@ -59,7 +59,7 @@ class Interpreter:
             raise error_of(answer)
         return answer
 
-    def _started(self) -> Child:
+    def _start(self) -> Child:
         if self._child is None:
             if not Path(self.python).is_file():
                 raise UsageError(

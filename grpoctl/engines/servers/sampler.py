@@ -59,12 +59,12 @@ class ServerSampler:
 
     async def _prove(self) -> dict[str, Server]:
         async with open_client() as client:
-            return await self._admitted([self._link(url, client) for url in self._settings.urls])
+            return await self._admit_all([self._link(url, client) for url in self._settings.urls])
 
     def _link(self, url: str, client: httpx.AsyncClient) -> Link:
         return Link(url, client, timeout_seconds=min(PROOF_SECONDS, self._settings.timeout_seconds))
 
-    async def _admitted(self, links: Sequence[Link]) -> dict[str, Server]:
+    async def _admit_all(self, links: Sequence[Link]) -> dict[str, Server]:
         """Return the servers that answer, all of them proven; one that can't be reached is left out with a warning.
 
         Raises:
@@ -107,7 +107,7 @@ class ServerSampler:
     async def _sample(self, requests: Sequence[SampleRequest], settings: SamplingSettings) -> list[Sample]:
         async with open_client() as client:
             links = {url.rstrip("/"): self._link(url, client) for url in self._settings.urls}
-            servers = await self._admitted(list(links.values()))
+            servers = await self._admit_all(list(links.values()))
             for url, server in servers.items():
                 _check_lengths(url, server, requests)
                 _check_truncation(url, server, settings)

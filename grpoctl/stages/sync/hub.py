@@ -183,7 +183,7 @@ class HubDestination:
         from huggingface_hub import CommitOperationDelete
         from huggingface_hub.errors import HfHubHTTPError
 
-        head = self.head or self._created()
+        head = self.head or self._create_repository()
         seen = self.head.record if self.head else None
         gone = head.files - KEPT - {operation.path_in_repo for operation in files}
         deletes = [CommitOperationDelete(path_in_repo=path, is_folder=False) for path in sorted(gone)]
@@ -205,7 +205,7 @@ class HubDestination:
             )
         raise Conflict(f"{self.url}: another policy was published here meanwhile; publish to another repository")
 
-    def _created(self) -> Revision:
+    def _create_repository(self) -> Revision:
         with hub_errors(self.url):
             self.api.create_repo(self.repository, private=True, exist_ok=True)
         head = open_hub(self.url).head
