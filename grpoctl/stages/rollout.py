@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
 from grpoctl.artifacts.tables import ROLLOUTS
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
 from grpoctl.engines.registry import sampling_engine
+from grpoctl.engines.stop_strings import StopStrings, split_stops
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, TryAgain, UsageError
 from grpoctl.inputs.policies import PolicyFolder, open_policy
@@ -31,6 +33,18 @@ from grpoctl.stages.stage import Definition, Facts, Prepared, Stage
 
 log = logging.getLogger("grpoctl")
 TRUNCATED_WARN = 0.5
+KEPT_OF_GENERATION_CONFIG: Final = frozenset(
+    {
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "transformers_version",
+        "do_sample",
+        "use_cache",
+        "cache_implementation",
+    }
+)
+"""What changes no distribution: ids, of which those that end a completion are used, and how the model is run."""
 RE_ASKS: Final = 2
 """Times that an aborted request is sent again before its row fails."""
 
@@ -97,11 +111,28 @@ def prepare(job: RolloutJob, inputs: RolloutInputs, context: Context) -> Prepare
         log.info(
             "prompts are text and go to the model as they are; prompts.chat_template: always makes them user turns"
         )
+    _tell_ignored(policy, context)
     longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in chosen)
     sampling_engine(job.rollout.engine).refuse(job, longest)
     plan = RolloutPlan(policy=policy, tokenizer=tokenizer, prompts=prompts, chosen=chosen, num_skipped=skipped)
     facts = {"num_prompts": len(chosen), "num_completions": len(chosen) * job.rollout.group_size}
     return Prepared(plan=plan, facts=facts)
+
+
+def _tell_ignored(policy: PolicyFolder, context: Context) -> None:
+    """Say what of the model's own generation_config.json no sample is drawn by."""
+    path = policy.folder / "generation_config.json"
+    said: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    ignored = {
+        key: value
+        for key, value in sorted(said.items())
+        if key not in KEPT_OF_GENERATION_CONFIG and not key.startswith("_") and value is not None
+    }
+    if ignored:
+        shown = ", ".join(f"{key} {json.dumps(value)}" for key, value in ignored.items())
+        context.warm.tell_once(
+            f"{policy.ref}: its generation_config.json isn't applied ({shown}): completions are drawn by rollout's settings"
+        )
 
 
 def _definition(job: RolloutJob, policy: PolicyFolder, prompts: PromptSet) -> dict[str, Any]:
@@ -209,13 +240,16 @@ def compute(job: RolloutJob, plan: RolloutPlan, writer: ArtifactWriter, context:
     num_shards = writer.work.num_shards
     todo = writer.missing_shards(context.selected(num_shards))
     sampler = sampling_engine(job.rollout.engine).sampler(job, plan.policy, context.warm) if todo else None
+    settings = split_stops(plan.tokenizer, _settings(job))
+    stops = StopStrings(tokenizer=plan.tokenizer, texts=settings.stop)
     started = time.monotonic()
     for index in context.follow(todo, "rollout"):
         assert sampler is not None
         size = job.rollout.prompts_per_shard
         part = plan.chosen[index * size : (index + 1) * size]
         with memory_errors("sampling", "lower runtime.rollout_batch_size or rollout.max_new_tokens"):
-            samples = draw_samples(sampler, _requests(part, job), _settings(job))
+            samples = draw_samples(sampler, _requests(part, job), settings)
+        samples = [stops.cut(sample) for sample in samples]
         rows = list(_rows(part, samples, job, plan.tokenizer))
         writer.write_shard(index, _table(rows, part, job, plan), counts=_counts(rows), stats=_stats(rows))
     return Facts(

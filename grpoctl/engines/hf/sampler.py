@@ -18,12 +18,15 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TopKLogitsWarper,
     TopPLogitsWarper,
     __version__,
 )
 
 from grpoctl.engines.base import PolicyModel, Sample, SampleRequest, SamplingSettings
+from grpoctl.engines.stop_strings import StopStrings
 from grpoctl.engines.tokenizer import Tokenizer
 
 
@@ -58,13 +61,30 @@ class _Draw(LogitsProcessor):
         return result.scatter_(-1, chosen, 0.0)
 
 
+class _Stopped(StoppingCriteria):
+    """Ends the rows whose last token completes a stop string."""
+
+    def __init__(self, stops: StopStrings, prompt_width: int) -> None:
+        self.stops = stops
+        self.prompt_width = prompt_width
+
+    def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+        rows = input_ids[:, self.prompt_width :].tolist()
+        return torch.tensor([self.stops.ended_now(row) for row in rows], device=input_ids.device)
+
+
 class HfSampler:
-    """Samples with the very model that training uses."""
+    """Samples with the very model that training uses, from the declared distribution and nothing else.
+
+    `generate` fills what it isn't told from the model's own generation_config.json: penalties, bans, minimum lengths, beams,
+    time limits. So that is emptied first.
+    """
 
     reproducible = True
 
     def __init__(self, policy: PolicyModel, tokenizer: Tokenizer, *, batch_size: int) -> None:
         self.policy = policy
+        self.policy.module.generation_config = GenerationConfig()
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.name = f"transformers {__version__}"
@@ -91,6 +111,7 @@ class HfSampler:
             attention[row, width - len(request.prompt_ids) :] = 1
         uniforms = np.stack([np.random.default_rng(request.seed).random(limit) for request in requests])
         draw = _Draw(torch.from_numpy(uniforms).to(device), settings, self.tokenizer.vocab_size, width)
+        stops = StopStrings(tokenizer=self.tokenizer, texts=settings.stop)
         ends = [*self.tokenizer.eos_ids, *settings.stop_token_ids]
         with torch.autocast(device.type, dtype=self.policy.autocast, enabled=self.policy.autocast is not None):
             output: Any = self.policy.module.generate(
@@ -101,27 +122,21 @@ class HfSampler:
                     max_new_tokens=limit,
                     eos_token_id=ends,
                     pad_token_id=self.tokenizer.pad_id,
-                    stop_strings=list(settings.stop) or None,
                 ),
                 logits_processor=LogitsProcessorList([draw]),
-                tokenizer=self.tokenizer.inner if settings.stop else None,
+                stopping_criteria=StoppingCriteriaList([_Stopped(stops, width)] if stops.texts else []),
             )
         generated = output[:, width:].cpu().numpy().astype(np.int32)
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)
         return [
-            self._finish(generated[row], logprobs[row], request, frozenset(ends), settings)
+            stops.cut(self._finish(generated[row], logprobs[row], request, frozenset(ends)))
             for row, request in enumerate(requests)
         ]
 
-    def _finish(
-        self, ids: Any, logprobs: Any, request: SampleRequest, ends: frozenset[int], settings: SamplingSettings
-    ) -> Sample:
-        """Cut a row where it ended: its own end token, stop string or limit (the batch may have run on)."""
+    def _finish(self, ids: Any, logprobs: Any, request: SampleRequest, ends: frozenset[int]) -> Sample:
+        """Cut a row where it ended: its own end token or limit (the batch may have run on); stop strings come later."""
         stop_at = next((i for i, token in enumerate(ids) if int(token) in ends), len(ids) - 1) + 1
         stopped = stop_at <= len(ids) and int(ids[stop_at - 1]) in ends
-        if settings.stop:
-            found = self._stop_string_end(ids[:stop_at], settings.stop)
-            stop_at, stopped = (found, True) if found is not None else (stop_at, stopped)
         if stop_at > request.max_new_tokens:
             stop_at, stopped = request.max_new_tokens, False
         return Sample(
@@ -129,16 +144,3 @@ class HfSampler:
             logprobs=logprobs[:stop_at].copy(),
             finish_reason="stop" if stopped else "length",
         )
-
-    def _stop_string_end(self, ids: Any, stops: Sequence[str]) -> int | None:
-        """Return how many ids it takes until the text holds a stop string, or None."""
-        if not any(stop in self.tokenizer.decode(ids) for stop in stops):
-            return None
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if any(stop in self.tokenizer.decode(ids[:middle]) for stop in stops):
-                high = middle
-            else:
-                low = middle + 1
-        return low
