@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from grpoctl.inputs.prompts import read_rows
+from grpoctl.inputs.rows import read_rows
 
 
 def example_prompts(num_rows: int) -> pa.Table:

@@ -76,19 +76,20 @@ def _samples(
     data: str, reference: Any, completion_column: str | None, prompt_column: str | None, num_rows: int
 ) -> list[Any]:
     from grpoctl.artifacts.artifact import read_manifest
-    from grpoctl.inputs.prompts import read_rows
+    from grpoctl.inputs.json_columns import plain_rows
+    from grpoctl.inputs.rows import read_rows
     from grpoctl.rewards.sample import RewardSample
-    from grpoctl.stages.score.scorer import COLUMNS, prompt_texts, reward_sample
+    from grpoctl.stages.score.scorer import COLUMNS, prompt_texts, reward_sample, source_rows
 
     artifact = None if data.startswith("builtin:") else read_manifest(data)
     if artifact is not None:
         if artifact.manifest.table != "rollouts" or artifact.manifest.sampling is None:
             raise InputRefused(f"{data}: holds {artifact.manifest.table}, expected a rollouts artifact or a file")
         messages = artifact.manifest.sampling.prompt_format == "messages"
-        rows = artifact.read_shard(0, COLUMNS).slice(0, num_rows).to_pylist()
+        rows = source_rows(artifact.read_shard(0, COLUMNS).slice(0, num_rows))
         text_of = prompt_texts(artifact, [reference])
         return [reward_sample(row, messages, text_of) for row in rows]
-    rows = read_rows(data, num_rows)[0].to_pylist()
+    rows = plain_rows(read_rows(data, num_rows)[0])
     name = prompt_column or "prompt"
     if prompt_column is not None and prompt_column not in rows[0]:
         raise InputRefused(f"{data}: no column {prompt_column!r}, found {', '.join(rows[0])}")

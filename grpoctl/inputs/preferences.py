@@ -13,7 +13,9 @@ import pyarrow as pa
 
 from grpoctl.artifacts.canonical import sha256_json
 from grpoctl.errors import InputRefused
-from grpoctl.inputs.prompts import Messages, json_messages, read_rows
+from grpoctl.inputs.json_columns import column_values
+from grpoctl.inputs.prompts import Messages, json_messages
+from grpoctl.inputs.rows import read_rows
 from grpoctl.settings.fields import RewardModelConfig
 
 Text = str | Messages
@@ -81,7 +83,7 @@ def _cells(table: pa.Table, config: RewardModelConfig, setting: str, path: str) 
             f"{path}: no column {name!r}, found {', '.join(table.column_names)}; "
             f"name it with --set reward_model.{setting}=…"
         )
-    values = table.column(name).to_pylist()
+    values = column_values(table.column(name), table.schema.field(name))
     missing = [row for row, value in enumerate(values) if value is None]
     if missing:
         raise InputRefused(f"{path}: {name} is null in {len(missing)} rows: {missing[:5]}; remove or fill them")

@@ -1,9 +1,8 @@
-"""A user's prompt file as rows with an identity: any Parquet or JSONL, text or messages, other columns carried along."""
+"""A user's prompt file as rows with an identity: any data file, text or messages, other columns carried along."""
 
 from __future__ import annotations
 
 import difflib
-import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -11,21 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute
-import pyarrow.json as pj
-import pyarrow.parquet as pq
 
-from grpoctl.artifacts.artifact import read_manifest, refuse_our_files
-from grpoctl.artifacts.canonical import sha256_json
-from grpoctl.artifacts.storage import Location, locate, read_bytes, sha256_bytes
 from grpoctl.errors import InputRefused
-from grpoctl.inputs.policies import BUILTIN
+from grpoctl.inputs.json_columns import column_values
+from grpoctl.inputs.rows import read_rows
 from grpoctl.settings.fields import PromptsConfig
 
 ROW_FIELD = "_row"
 """Field of `source` with the row number in the prompt file; never handed to rewards."""
 Messages = list[dict[str, Any]]
-pc: Any = pyarrow.compute  # its functions are made at import, unknown to type checkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +48,10 @@ def load_prompts(config: PromptsConfig) -> PromptSet:
     Raises:
         InputRefused: no rows, a missing column, null, empty or malformed prompts, duplicate ids, bytes that aren't UTF-8.
     """
-    table, digest = read_rows(config.path, config.limit)
+    table, digest = read_rows(config.path, config.limit, split=config.split)
     origin, name = _layout(table, config)
     ids = _ids(table, config, digest)
-    prompts, kind = _prompts(_column(table, name, config.path), ids, config, name)
+    prompts, kind = _prompts(_values(table, name, config.path), ids, config, name)
     notes = [f"{origin} layout, {table.num_rows} prompts as {kind} from column {name}"]
     duplicates = len(ids) - len({json.dumps(prompt) for prompt in prompts})
     if duplicates:
@@ -66,27 +59,6 @@ def load_prompts(config: PromptsConfig) -> PromptSet:
     return PromptSet(
         digest=digest, ids=ids, prompts=prompts, source=_source(table, name), format=kind, notes=tuple(notes)
     )
-
-
-def read_rows(path: str, limit: int | None = None) -> tuple[pa.Table, str]:
-    """Return the rows of a file, folder or glob, and the digest of the files' bytes.
-
-    Raises:
-        InputRefused: no such files, not Parquet or JSONL, not UTF-8, or no rows.
-    """
-    places = _places(path)
-    blobs = [read_bytes(place) for place in places]
-    digests = [sha256_bytes(blob) for blob in blobs]
-    tables = [_table(blob, place) for blob, place in zip(blobs, places, strict=True)]
-    try:
-        table = pa.concat_tables(tables, promote_options="permissive").slice(0, limit)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise InputRefused(
-            f"{path}: columns of its {len(tables)} files have different types ({error}); expected one schema: name one file"
-        ) from error
-    if table.num_rows == 0:
-        raise InputRefused(f"{path}: no rows; expected at least one")
-    return table, digests[0] if len(digests) == 1 else sha256_json(digests)
 
 
 def _layout(table: pa.Table, config: PromptsConfig) -> tuple[str, str]:
@@ -99,56 +71,8 @@ def _layout(table: pa.Table, config: PromptsConfig) -> tuple[str, str]:
     return found, config.column or ("input" if found == "openrlhf" else "prompt")
 
 
-def _places(path: str) -> list[Location]:
-    if path.startswith("builtin:"):
-        place = locate(str(BUILTIN / f"{path.removeprefix('builtin:')}.parquet"))
-        if not place.filesystem.exists(place.path):
-            raise InputRefused(f"{path}: no such built-in prompts; known: builtin:addition, builtin:addition_heldout")
-        return [place]
-    location = locate(path)
-    filesystem = location.filesystem
-    if any(character in path for character in "*?["):
-        found = sorted(str(name) for name in filesystem.glob(location.path))
-    elif filesystem.isdir(location.path):
-        artifact = read_manifest(path)
-        if artifact is not None:
-            raise InputRefused(f"{path}: holds {artifact.manifest.table}, expected prompt files; name the right folder")
-        names = sorted(str(name) for name in filesystem.find(location.path))
-        refuse_our_files(path, names)
-        found = [name for name in names if _is_data(name)]
-    else:
-        return [location]
-    if not found:
-        raise InputRefused(f"{path}: no .parquet, .jsonl or .json files there")
-    return [Location(filesystem, name, filesystem.unstrip_protocol(name)) for name in found]
-
-
-def _is_data(name: str) -> bool:
-    return name.endswith((".parquet", ".jsonl", ".json"))
-
-
-def _table(blob: bytes, place: Location) -> pa.Table:
-    if not blob:
-        raise InputRefused(f"{place.url}: 0 bytes; expected Parquet or JSONL")
-    try:
-        if blob[:4] == b"PAR1":
-            table = pq.read_table(pa.BufferReader(blob))
-        elif place.path.endswith((".jsonl", ".json")):
-            blob.decode("utf-8")
-            table = pj.read_json(io.BytesIO(blob))
-        else:
-            raise InputRefused(f"{place.url}: starts with {blob[:4]!r}; expected Parquet (PAR1) or a .jsonl file")
-        table.validate(full=True)
-    except UnicodeDecodeError as error:
-        row = blob[: error.start].count(b"\n")
-        raise InputRefused(f"{place.url}: row {row} is not UTF-8; re-encode the file") from error
-    except (pa.ArrowInvalid, OSError) as error:
-        hint = "; re-encode the file" if "UTF" in str(error) else ""
-        raise InputRefused(f"{place.url}: can't be read as a table ({str(error).splitlines()[0]}){hint}") from error
-    return table
-
-
-def _column(table: pa.Table, name: str, path: str) -> pa.ChunkedArray:
+def _values(table: pa.Table, name: str, path: str) -> list[Any]:
+    """Return a column's values, or those of a field within it."""
     head, *rest = name.split(".")
     if head not in table.column_names:
         close = difflib.get_close_matches(head, table.column_names, n=1, cutoff=0.4)
@@ -158,18 +82,19 @@ def _column(table: pa.Table, name: str, path: str) -> pa.ChunkedArray:
             else "; name it with --prompt-column or choose a --format"
         )
         raise InputRefused(f"{path}: no column {head!r}, found {', '.join(table.column_names)}{hint}")
-    column = table.column(head)
-    for field in rest:
-        if not pa.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
-            raise InputRefused(f"{path}: column {head!r} has no field {field!r} (its type is {column.type})")
-        column = pc.struct_field(column, field)
-    return column
+    field = table.schema.field(head)
+    values = column_values(table.column(head), field)
+    for part in rest:
+        if not any(isinstance(value, dict) and part in value for value in values):
+            raise InputRefused(f"{path}: column {head!r} has no field {part!r} (its type is {field.type})")
+        values = [value.get(part) if isinstance(value, dict) else None for value in values]
+    return values
 
 
 def _ids(table: pa.Table, config: PromptsConfig, digest: str) -> list[str]:
     if config.id_column is None:
         return [f"{digest[:8]}:{row}" for row in range(table.num_rows)]
-    values = _column(table, config.id_column, config.path).to_pylist()
+    values = _values(table, config.id_column, config.path)
     missing = [row for row, value in enumerate(values) if value is None]
     if missing:
         raise InputRefused(f"{config.path}: {config.id_column} is null in rows {missing[:5]}; every prompt needs an id")
@@ -183,8 +108,7 @@ def _ids(table: pa.Table, config: PromptsConfig, digest: str) -> list[str]:
     return ids
 
 
-def _prompts(column: pa.ChunkedArray, ids: Sequence[str], config: PromptsConfig, name: str) -> tuple[Any, str]:
-    values: list[Any] = column.to_pylist()
+def _prompts(values: list[Any], ids: Sequence[str], config: PromptsConfig, name: str) -> tuple[Any, str]:
     missing = [ids[row] for row, value in enumerate(values) if value is None]
     if missing:
         raise InputRefused(
@@ -244,13 +168,12 @@ def _check_messages(value: Any, where: str, allow_empty: bool) -> None:
 
 
 def _source(table: pa.Table, column: str) -> pa.StructArray:
-    names = [name for name in table.column_names if name != column]
-    arrays = [pa.array(range(table.num_rows), pa.int64())]
-    arrays += [table.column(name).combine_chunks() for name in names]
-    return pa.StructArray.from_arrays(
-        [array if not isinstance(array, pa.ChunkedArray) else pa.concat_arrays(array.chunks) for array in arrays],
-        names=[ROW_FIELD, *names],
-    )
+    fields = [field for field in table.schema if field.name != column]
+    arrays: list[Any] = [pa.array(range(table.num_rows), pa.int64())]
+    for field in fields:
+        array = table.column(field.name).combine_chunks()
+        arrays.append(pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array)
+    return pa.StructArray.from_arrays(arrays, fields=[pa.field(ROW_FIELD, pa.int64()), *fields])
 
 
 def column_names(source: pa.StructType, prefix: str = "") -> list[str]:

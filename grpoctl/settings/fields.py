@@ -53,7 +53,9 @@ class PromptsConfig(Section):
     """Where prompts come from and how a row becomes token ids."""
 
     path: Annotated[str, Flag("--prompts")] = "builtin:addition"
-    """Parquet or JSONL file, folder or glob on any fsspec URL; `builtin:addition` is the shipped task."""
+    """Parquet, JSONL, JSON, CSV or Arrow file, folder or glob on any fsspec URL; `builtin:addition` is the shipped task."""
+    split: str | None = None
+    """Which of the splits of a folder is read (train, test, validation …); one that holds several is never read as one."""
     format: Annotated[Literal["auto", "trl", "verl", "openrlhf"], Flag("--format")] = "auto"
     """Whose column names the file has: trl and verl call the prompt `prompt`, openrlhf `input`; auto looks and says."""
     column: Annotated[str | None, Flag("--prompt-column")] = None

@@ -140,7 +140,7 @@ def _definition(job: RolloutJob, policy: PolicyFolder, prompts: PromptSet) -> di
         "stage": "rollout",
         "table_version": ROLLOUTS.version,
         "rollout": defining(job.rollout),
-        "prompts": {**job.prompts.model_dump(mode="json", exclude={"path"}), "digest": prompts.digest},
+        "prompts": {**job.prompts.model_dump(mode="json", exclude={"path", "split"}), "digest": prompts.digest},
         "seed": job.seed,
         "iteration": job.iteration,
         "policy": {

@@ -30,7 +30,12 @@ OF_A_MODEL: dict[str, dict[str, Any]] = {
     "guidance": {"guidance_scale": 2.0},
     "own limit": {"max_new_tokens": 2, "max_length": 3},
     "own stop": {"stop_strings": ["<answer>"]},
-    "several at once": {"do_sample": True, "num_return_sequences": 2, "prompt_lookup_num_tokens": 3, "renormalize_logits": True},
+    "several at once": {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "prompt_lookup_num_tokens": 3,
+        "renormalize_logits": True,
+    },
 }
 
 

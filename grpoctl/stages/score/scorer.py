@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import pyarrow as pa
+
 from grpoctl.artifacts.artifact import Artifact
 from grpoctl.engines.warm import Warm
+from grpoctl.inputs.json_columns import decoded, json_fields
 from grpoctl.inputs.policies import open_policy
 from grpoctl.inputs.prompts import ROW_FIELD
 from grpoctl.rewards.calling.pool import RewardPool
@@ -85,7 +88,8 @@ class Scorer:
     def shard(self, index: int) -> Scored:
         """Return a shard's rows with their outcomes."""
         rewards = self.rewards
-        rows = self.rollouts.read_shard(index, COLUMNS).to_pylist()
+        table = self.rollouts.read_shard(index, COLUMNS)
+        rows = source_rows(table)
         usable = [number for number, row in enumerate(rows) if row["status"] != "failed"]
         samples = [reward_sample(rows[number], self.messages, self.texts) for number in usable]
         by_reward = self._outcomes(samples)
@@ -129,6 +133,13 @@ def prompt_texts(rollouts: Artifact, references: Sequence[RewardReference]) -> C
     policy = open_policy(sampled.ref)
     require_same_tokenizer(policy, sampled.tokenizer_digest, rollouts.url)
     return load_tokenizer(policy.folder, policy.ref).decode_whole
+
+
+def source_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return rows of rollouts whose `source` holds the values of the user's file as they were."""
+    fields = json_fields(table.schema.field("source").type)
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return [{**row, "source": decoded(row["source"] or {}, fields)} for row in rows] if fields else rows
 
 
 def reward_sample(
