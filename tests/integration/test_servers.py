@@ -19,6 +19,7 @@ import pytest
 from addition import QUICKSTART, addition_prompts
 from command_line import Outcome, assert_refused, done, ended, grpoctl, manifest, rows, start
 from engines import CONTEXT, Engine, sglang_command, sglang_server, vllm_command, vllm_server
+from test_vllm import opinionated
 
 from grpoctl.artifacts.artifact import open_artifact
 from grpoctl.artifacts.tables import ROLLOUTS
@@ -97,6 +98,20 @@ def test_sampled_logprobs_agree_with_the_training_forward(
     sampling = manifest(out)["sampling"]
     assert "server (model " in sampling["engine"] and sampling["logprobs"] == "processed"
     assert sampling["reproducible"] is sampling["engine"].startswith("vllm")
+
+
+@pytest.mark.parametrize("start_server", [vllm_server, sglang_server])
+def test_a_model_s_own_generation_config_changes_no_draw(
+    start_server: Any, prompts: Path, tmp_path: Path, logs: Path
+) -> None:
+    own = Path(opinionated(tmp_path / "own"))
+    with start_server(own, logs / "own.log") as engine:
+        for number, stop in enumerate(([], ["=<"], ["<|im_end|>"], ["</think>"])):
+            out = tmp_path / str(number)
+            done(*rollout(engine, prompts, out, "--policy", own, "--set", f"rollout.stop={json.dumps(stop)}"))
+            assert len({len(row["completion_ids"]) for row in rows(out)}) > 2  # no limits of the model's
+            done("logprob", "--rollouts", out, "--policy", own, "--out", f"{out}-l")
+            assert manifest(f"{out}-l")["stats"]["rollout_gap_max"] <= EXACT["rollout_gap_max"]
 
 
 @pytest.mark.parametrize("group_size", [1, 64])

@@ -17,6 +17,7 @@ from addition import QUICKSTART, addition_prompts
 
 from grpoctl.artifacts.artifact import open_artifact
 from grpoctl.artifacts.tables import ROLLOUTS
+from grpoctl.inputs.policies import BUILTIN
 
 pytestmark = pytest.mark.integration
 ENVIRONMENT = {
@@ -99,6 +100,38 @@ def test_stop_strings_and_end_tokens_stay_in_the_ids(vllm_python: str, tmp_path:
     assert answered
     assert all("</answer>" not in row["completion"] and row["finish_reason"] == "stop" for row in answered)
     assert all(row["completion_ids"][-1] in (1, 319) for row in rows if row["finish_reason"] == "stop")
+
+
+OPINIONATED = {
+    "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 24, "suppress_tokens": [316, 318],
+    "temperature": 0.2, "top_k": 3, "top_p": 0.3, "min_p": 0.2, "do_sample": True, "max_new_tokens": 2,
+}  # fmt: skip
+"""A generation_config.json that would change every draw."""
+
+
+def opinionated(folder: Path) -> str:
+    """Return a copy of the built-in policy with a generation_config.json of its own."""
+    shutil.copytree(BUILTIN / "tiny", folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **OPINIONATED}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("stop", [[], ["=<"], ["<|im_end|>"], ["</think>"]])
+def test_a_model_s_own_generation_config_changes_no_draw(vllm_python: str, tmp_path: Path, stop: list[str]) -> None:
+    prompts = write_prompts(tmp_path / "p.parquet", addition_prompts(4))
+    own = opinionated(tmp_path / "own")
+    drawn = {}
+    for policy in ("builtin:tiny", own):
+        out = str(tmp_path / f"r-{len(drawn)}")
+        grpoctl(
+            vllm_python, "rollout", "--engine", "vllm", "--prompts", prompts, "--group-size", "4", "--max-new-tokens", "28",
+            "--policy", policy, "--set", f"rollout.stop={json.dumps(stop)}", "--out", out, *EAGER,
+        )  # fmt: skip
+        drawn[policy] = open_artifact(out, table="rollouts").read()["completion_ids"].to_pylist()
+        lines = ["logprob", "--rollouts", out, "--policy", policy, "--out", f"{out}-l"]
+        assert grpoctl(sys.executable, *lines)["facts"]["rollout_gap_max"] <= 1e-4
+    assert drawn[own] == drawn["builtin:tiny"]
 
 
 def test_a_warm_engine_samples_from_the_new_weights(vllm_python: str, tmp_path: Path) -> None:
