@@ -179,6 +179,9 @@ class LogprobConfig(Section):
     """Mean |rollout_logprobs − old_logprobs| that warns, nats; by default 1e-4 where both are float32, else 0.05."""
     gap_limit: Annotated[float | None, Field(ge=0.0), GATE] = None
     """Mean gap that fails the stage (exit 4): the sampler wasn't the declared policy; by default 1e-3 or 0.15."""
+    gap_max_limit: Annotated[float | None, Field(ge=0.0), GATE] = None
+    """Largest gap of one token that fails the stage (exit 4), so that a few wrong rows can't hide in a mean; by default 20
+    times gap_limit."""
 
 
 LossName = Literal["ppo_clip", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "reinforce"]

@@ -21,13 +21,15 @@ from grpoctl.processes.memory import memory_errors
 from grpoctl.settings.fields import defining
 from grpoctl.settings.jobs import LogprobJob
 from grpoctl.stages.context import Context
-from grpoctl.stages.logprob_gap import gap_summary, gap_sums
+from grpoctl.stages.logprob_gap import gap_summary, gap_sums, likely_causes
 from grpoctl.stages.stage import Definition, Facts, Prepared, Stage, data_parallel_ranks, require_same_tokenizer
 from grpoctl.stages.token_rows import TOKEN_COLUMNS, TokenRows, token_rows
 
 log = logging.getLogger("grpoctl")
 GAP_LIMITS: Final = {True: (1e-4, 1e-3), False: (0.05, 0.15)}
 """Mean gap that warns and that fails, nats: both sides float32 (measured: 5e-6), or one of them bfloat16 (0.03)."""
+LARGEST: Final = 20
+"""One token's gap may be this many times the mean that fails; measured are 10 and 20 times the measured means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +189,17 @@ def _summary(shards: Sequence[Shard], job: LogprobJob, sampling: Sampling) -> di
     exact = sampling.dtype == job.logprob.dtype == "float32"
     warn = GAP_LIMITS[exact][0] if job.logprob.gap_warn is None else job.logprob.gap_warn
     limit = GAP_LIMITS[exact][1] if job.logprob.gap_limit is None else job.logprob.gap_limit
+    largest = LARGEST * limit if job.logprob.gap_max_limit is None else job.logprob.gap_max_limit
     if mean > limit:
         raise GateFailed(
             f"{job.out}: rollout and recomputed log-probabilities differ by {mean:.3g} nats on average, limit {limit} "
-            "(logprob.gap_limit); the sampler wasn't the declared policy (stale weights? other temperature?)"
+            f"(logprob.gap_limit); the sampler wasn't the declared policy. What fits: {likely_causes(stats)}"
+        )
+    if stats["rollout_gap_max"] > largest:
+        raise GateFailed(
+            f"{job.out}: rollout and recomputed log-probabilities differ by {stats['rollout_gap_max']:.3g} nats at "
+            f"{stats['rollout_gap_max_at']}, limit {largest} (logprob.gap_max_limit), {mean:.3g} on average. What fits: "
+            f"{likely_causes(stats)}"
         )
     if mean > warn:
         log.warning("rollout and recomputed log-probabilities differ by %.3g nats on average", mean)

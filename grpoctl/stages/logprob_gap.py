@@ -47,10 +47,37 @@ def gap_sums(rows: TokenRows, old: Sequence[FloatVector], tokenizer: Tokenizer) 
         "sum": float(gaps.sum()),
         "count": len(gaps),
         "max": float(gaps.max()),
+        "max_at": _place_of(int(gaps.argmax()), rows, used),
         "log10_histogram": {str(i): int(n) for i, n in enumerate(histogram) if n},
         "by_position": _grouped(gaps, buckets, [str(first) for first in POSITIONS]),
         "by_class": _grouped(gaps, _classes(ids, tokenizer), CLASSES),
     }
+
+
+def _place_of(number: int, rows: TokenRows, used: Sequence[int]) -> str:
+    """Return which row and token the n-th gap of the used rows belongs to."""
+    for i in used:
+        length = len(rows.completion_ids[i])
+        if number < length:
+            return f"{rows.sample_ids[i]}, token {number}"
+        number -= length
+    raise IndexError(number)
+
+
+def likely_causes(stats: dict[str, Any]) -> str:
+    """Return what fits a gap that is too large, from where it is large."""
+    by_position, by_class = stats["rollout_gap_by_position"], stats["rollout_gap_by_class"]
+    mean = stats["rollout_gap_mean"]
+    causes: list[str] = []
+    if by_position.get("0", 0.0) > 3 * mean:
+        causes.append("another chat template, prompt or position ids (it is largest at the first token)")
+    if by_class.get("end", 0.0) > 3 * mean:
+        causes.append("an end token that the sampler bans or forces (it is largest there)")
+    if stats["rollout_gap_max"] > 100 * mean:
+        causes.append("a few rows alone: weights that changed while they were sampled, or another engine's rows")
+    causes += ["stale or other weights", "another temperature or truncation", "penalties or bans of the sampler's own"]
+    causes.append("a lower precision than rollout.dtype says")
+    return "; ".join(causes)
 
 
 def _grouped(gaps: npt.NDArray, groups: npt.NDArray, names: Sequence[str]) -> dict[str, list[float]]:
@@ -92,6 +119,7 @@ def gap_summary(shards: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         "rollout_gap_mean": sum(shard["sum"] for shard in found) / count,
         "rollout_gap_p99": p99,
         "rollout_gap_max": max(shard["max"] for shard in found),
+        "rollout_gap_max_at": max(found, key=lambda shard: shard["max"]).get("max_at"),
         "rollout_gap_by_position": _means(found, "by_position"),
         "rollout_gap_by_class": _means(found, "by_class"),
     }

@@ -178,6 +178,37 @@ def test_a_gap_between_sampler_and_trainer_warns_then_stops(work: Path) -> None:
     assert not is_committed("newest")
 
 
+def test_a_few_wrong_rows_cannot_hide_in_a_mean(work: Path) -> None:
+    def one_row(found: Rows) -> None:
+        found[5]["rollout_logprobs"][0] -= 0.1
+
+    rewrite_rows("rollouts", one_row)
+    limits = ("--set", "logprob.gap_limit=0.05", "--set", "logprob.gap_max_limit=0.02")
+    outcome = grpoctl("logprob", "--policy", "builtin:tiny", *limits, "--out", "newer")
+    assert_refused(
+        outcome, 4, where=r"1@0#1, token 0", found="0.1 nats", expected="limit 0.02", todo="a few rows alone"
+    )
+    assert grpoctl("logprob", "--policy", "builtin:tiny", "--out", "newer").code == 4
+    done("logprob", "--policy", "builtin:tiny", "--out", "newer", "--set", "logprob.gap_limit=0.05")
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        (lambda row: [row[0] - 1.0, *row[1:]], "another chat template, prompt or position ids"),
+        (lambda row: [*row[:-1], row[-1] - 1.0], "an end token that the sampler bans or forces"),
+        (lambda row: [value - 0.1 for value in row], "stale or other weights; another temperature"),
+    ],
+)
+def test_a_gap_s_message_names_what_fits(work: Path, changed: Callable[[list[float]], list[float]], cause: str) -> None:
+    def change(found: Rows) -> None:
+        for row in found:
+            row["rollout_logprobs"] = changed(row["rollout_logprobs"])
+
+    rewrite_rows("rollouts", change)
+    assert_refused(grpoctl("logprob", "--policy", "builtin:tiny", "--out", "newer"), 4, todo=cause)
+
+
 @pytest.mark.parametrize("command", [LOGPROB, UPDATE])
 @pytest.mark.parametrize("column", ["completion_ids", "completion_mask", "rollout_logprobs"])
 def test_columns_of_unequal_lengths_are_refused_by_row(work: Path, command: tuple[object, ...], column: str) -> None:
