@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Final
 
@@ -33,7 +33,7 @@ def require(*packages: str) -> None:
 
 
 @contextmanager
-def missing_extras() -> Iterator[None]:
+def missing_extras() -> Generator[None]:
     """Turn the import error of a package that belongs to an extra into the command that installs it."""
     try:
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,7 @@ def advantages(
     return result
 
 
-def _members(index: npt.NDArray) -> list[IntArray]:
+def _members(index: npt.NDArray[np.integer[Any]]) -> list[IntArray]:
     order = np.argsort(index, kind="stable")
     _, starts = np.unique(index[order], return_index=True)
     return [np.asarray(part, dtype=np.int64) for part in np.split(order, starts[1:])] if len(order) else []

@@ -5,7 +5,7 @@ The head runs over chunks of positions; the backward pass computes each chunk's 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,9 @@ def token_logprobs(
         raise ValueError(f"token ids must be within 0 … {size - 1}, found {int(ids.min())} … {int(ids.max())}")
     chunk = _even_chunk(ids.shape[0], chunk_tokens)
     with _full_precision(hidden):
-        logprobs, entropy = _ChunkedLogSoftmax.apply(hidden, head, ids, temperature, size, with_entropy, chunk)
+        logprobs, entropy = cast("Any", _ChunkedLogSoftmax).apply(
+            hidden, head, ids, temperature, size, with_entropy, chunk
+        )
     return logprobs, entropy if with_entropy else None
 
 

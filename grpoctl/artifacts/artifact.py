@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.parquet
 from pydantic import ValidationError
 
 from grpoctl import __version__
@@ -39,6 +39,7 @@ from grpoctl.errors import Conflict, InputRefused
 MANIFEST_NAME: Final = "_MANIFEST.json"
 SHARDS_FOLDER: Final = "_shards"
 ROW_GROUP_ROWS: Final = 512
+pq: Any = pyarrow.parquet  # its stubs type half of every function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class Artifact:
         if sha256_bytes(data) != shard.sha256:
             raise InputRefused(f"{place.url}: content differs from the sha256 in {manifest_url}; {remedy}")
         try:
-            table = pq.read_table(pa.BufferReader(data), columns=columns, page_checksum_verification=True)
+            table: pa.Table = pq.read_table(pa.BufferReader(data), columns=columns, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
             raise InputRefused(f"{place.url}: not a readable Parquet file ({error}); {remedy}") from error
         if columns is None:
@@ -169,11 +170,12 @@ def _check_version(raw: Any, where: str) -> None:
         raise InputRefused(
             f"{where}: JSON without a table, expected a manifest; remove the artifact and rerun its stage"
         )
-    table, version, document = raw["table"], raw.get("table_version"), raw.get("manifest_schema")
+    said = cast("dict[str, Any]", raw)
+    table, version, document = said["table"], said.get("table_version"), said.get("manifest_schema")
     known = TABLES[table].version if table in TABLES else 0
     if not isinstance(version, int) or version > known or document != MANIFEST_SCHEMA:
         raise InputRefused(
-            f"{where}: table {table!r} version {version}, written by grpoctl {raw.get('grpoctl_version', '?')} in manifest "
+            f"{where}: table {table!r} version {version}, written by grpoctl {said.get('grpoctl_version', '?')} in manifest "
             f"version {document}; this is grpoctl {__version__}, which reads up to version {known} in manifest version "
             f"{MANIFEST_SCHEMA}: upgrade it"
         )
@@ -275,7 +277,7 @@ def differences(
         path = f"{prefix}{key}"
         before, after = found.get(key), wanted.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from differences(before, after, f"{path}.")
+            yield from differences(cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after), f"{path}.")
         elif canonical_json(before) != canonical_json(after):
             yield path, _short(before), _short(after)
 
@@ -297,7 +299,7 @@ class ArtifactWriter:
     url: str
     work: Work
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    files: list[ArtifactFile] = field(default_factory=list)
+    files: list[ArtifactFile] = field(default_factory=list[ArtifactFile])
 
     @property
     def location(self) -> Location:
@@ -391,7 +393,11 @@ def parquet_bytes(table: pa.Table, schema: Table) -> bytes:
     """Return a table as Parquet: zstd, page checksums, bounded row groups, schema version in the footer."""
     names = [column.name for column in schema.columns]
     assert table.column_names == names, f"{table.column_names} is not {names}"
-    footer = {**(table.schema.metadata or {}), TABLE_KEY: schema.name, SCHEMA_VERSION_KEY: str(schema.version)}
+    footer: dict[bytes, Any] = {
+        **(table.schema.metadata or {}),
+        TABLE_KEY: schema.name,
+        SCHEMA_VERSION_KEY: str(schema.version),
+    }
     sink = pa.BufferOutputStream()
     pq.write_table(
         table.replace_schema_metadata(footer),
@@ -399,8 +405,6 @@ def parquet_bytes(table: pa.Table, schema: Table) -> bytes:
         compression="zstd",
         write_page_checksum=True,
         row_group_size=ROW_GROUP_ROWS,
-        use_dictionary=[  # pyright: ignore[reportArgumentType] - the stubs know bool only
-            column.name for column in schema.columns if column.type == pa.large_string()
-        ],
+        use_dictionary=[column.name for column in schema.columns if column.type == pa.large_string()],
     )
     return sink.getvalue().to_pybytes()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -32,12 +32,13 @@ def _canonical(value: Any, where: str) -> Any:
             raise TypeError(f"{where}: {value} has no canonical JSON form")
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
     if isinstance(value, list | tuple):
-        return [_canonical(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_canonical(item, f"{where}[{i}]") for i, item in enumerate(cast("Sequence[Any]", value))]
     if isinstance(value, Mapping):
-        for key in value:
+        entries = cast("Mapping[Any, Any]", value)
+        for key in entries:
             if not isinstance(key, str):
                 raise TypeError(f"{where}: key {key!r} is not a string")
-        return {key: _canonical(item, f"{where}.{key}") for key, item in value.items()}
+        return {key: _canonical(item, f"{where}.{key}") for key, item in entries.items()}
     raise TypeError(f"{where}: {type(value).__name__} has no canonical JSON form")
 
 
@@ -55,23 +56,26 @@ def table_digest(table: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def _update(digest: Any, array: pa.Array | pa.ChunkedArray) -> None:
+def _update(digest: Any, array: pa.Array[Any] | pa.ChunkedArray[Any]) -> None:
     if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type)
+        array = cast(
+            "pa.Array[Any]",
+            pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type),
+        )
     digest.update(f"{array.type}:{len(array)}:".encode())
     digest.update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes())
     kind = array.type
     if pa.types.is_null(kind):
         return
     if pa.types.is_struct(kind):
-        for i, child in enumerate(array.flatten()):
-            digest.update(f"{kind.field(i).name}=".encode())
+        for i, child in enumerate(cast("Any", array).flatten()):
+            digest.update(f"{cast('Any', kind).field(i).name}=".encode())
             _update(digest, child)
         return
     values = array.drop_null()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         digest.update(pc.list_value_length(values).to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
-        _update(digest, values.flatten())
+        _update(digest, cast("Any", values).flatten())
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
         digest.update(pc.binary_length(values).to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
         digest.update(b"".join(memoryview(item.as_buffer()) for item in values))

@@ -11,11 +11,11 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -50,7 +50,7 @@ def locate(url: str) -> Location:
     if "::" in url:
         raise UsageError(f"{url}: chained URLs are refused; name the final place directly")
     try:
-        filesystem, path = fsspec.url_to_fs(url, **_options(url))
+        filesystem, path = cast("Any", fsspec).url_to_fs(url, **_options(url))
     except (ImportError, ValueError) as error:
         protocol = url.split("://", maxsplit=1)[0]
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "hf": "hub"}.get(protocol)
@@ -66,7 +66,7 @@ def _options(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def storage_errors(location: Location) -> Iterator[None]:
+def storage_errors(location: Location) -> Generator[None]:
     """Turn a file system's exceptions into ours, with the place in front."""
     try:
         yield

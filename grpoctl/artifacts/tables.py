@@ -5,9 +5,9 @@ Arrow schemas, the published JSON documents under `schemas/` and the checks on r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pyarrow as pa
 
@@ -51,12 +51,15 @@ class Table:
         Raises:
             KeyError: a struct column without a type.
         """
-        fields = []
+        fields: list[pa.Field[Any]] = []
         for column in self.columns:
             kind = column.type if column.type is not None else (structs or {})[column.name]
             metadata = {"doc": column.doc} | ({"unit": column.unit} if column.unit else {})
             fields.append(pa.field(column.name, kind, nullable=column.nullable, metadata=metadata))
-        footer = {TABLE_KEY: self.name.encode(), SCHEMA_VERSION_KEY: str(self.version).encode()}
+        footer: dict[bytes | str, bytes | str] = {
+            TABLE_KEY: self.name.encode(),
+            SCHEMA_VERSION_KEY: str(self.version).encode(),
+        }
         return pa.schema(fields, metadata=footer)
 
     def build(self, columns: Mapping[str, Any], structs: Mapping[str, pa.DataType] | None = None) -> pa.Table:
@@ -69,7 +72,10 @@ class Table:
         schema = self.arrow_schema(structs)
         num_rows = len(columns[self.columns[0].name])
         values = {name: [None] * num_rows if value is None else value for name, value in columns.items()}
-        return pa.table({f.name: pa.array(values[f.name], type=f.type) for f in schema}, schema=schema)
+        arrays: dict[str, Any] = {
+            f.name: pa.array(values[f.name], type=f.type) for f in cast("Iterable[pa.Field[Any]]", schema)
+        }
+        return pa.table(arrays, schema=schema)  # pyright: ignore[reportUnknownMemberType]  its stub names pandas
 
     def published(self) -> dict[str, Any]:
         """Return the table as the JSON document under `schemas/`."""

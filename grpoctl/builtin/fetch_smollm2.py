@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -98,12 +98,12 @@ def convert(gguf: Path, folder: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = cast("Any", AutoTokenizer).from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The file's "smollm" sets digits apart first; transformers reads plain byte-level, other where two spaces precede one.
     splits = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     tokenizer.backend_tokenizer.pre_tokenizer = splits
     unpacked = GgufConfig(dequantize=True)  # else transformers 5.24 refuses to save
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model = cast("Any", AutoModelForCausalLM).from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=unpacked
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
@@ -127,7 +127,7 @@ def write_prompts(path: Path) -> None:
         "prompt": [f"{EXAMPLES}{left}+{right}=" for left, right in pairs],
         "answer": [str(left + right) for left, right in pairs],
     }
-    pq.write_table(pa.table(columns), path, write_page_checksum=True)
+    cast("Any", pq).write_table(cast("Any", pa).table(columns), path, write_page_checksum=True)
 
 
 def check_policy(folder: Path) -> None:
@@ -140,9 +140,10 @@ def check_policy(folder: Path) -> None:
         ids = tokenizer.encode_text(text)
         if (found := tokenizer.inner.convert_ids_to_tokens(ids.tolist())) != tokens or tokenizer.decode(ids) != text:
             raise InputRefused(f"{folder}: reads {text!r} as {found}, expected {tokens}; remove the folder and rerun")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    model = cast("Any", AutoModelForCausalLM).from_pretrained(folder, local_files_only=True)
     question = tokenizer.encode_messages([{"role": "user", "content": "What is the capital of France?"}])
-    output = model.generate(torch.from_numpy(question).long()[None], max_new_tokens=12, do_sample=False)
+    input_ids = cast("Any", torch).from_numpy(question).long()[None]
+    output = model.generate(input_ids, max_new_tokens=12, do_sample=False)
     if "Paris" not in (answer := tokenizer.decode(output[0, len(question) :].tolist())):
         raise InputRefused(f"{folder}: the capital of France is {answer!r} to it; remove the folder and rerun")
 

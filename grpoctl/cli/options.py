@@ -39,7 +39,7 @@ def rendered(
 ) -> Callable[..., None]:
     """Return a function whose signature holds the job's flags and the extra options, as typer reads it."""
     entries = list(flag_fields(job)) if job is not None else []
-    parameters = []
+    parameters: list[inspect.Parameter] = []
     for entry in entries:
         parameters.append(_parameter(_variable(entry), Annotated[_kind(entry.field), _option(entry)], None))
     for name, (kind, option) in extra.items():
@@ -94,4 +94,4 @@ def choices_of(field: FieldInfo) -> list[str]:
     """Return the values that a setting can have, where they are few and named."""
     if typing.get_origin(field.annotation) is typing.Literal:
         return [str(choice) for choice in typing.get_args(field.annotation)]
-    return next((list(item.names()) for item in field.metadata if isinstance(item, OneOf)), [])
+    return next((list(item.names()) for item in field.metadata if isinstance(item, OneOf)), list[str]())

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import typer
 
@@ -60,7 +60,9 @@ def stage_lines(record: dict[str, Any]) -> Iterator[str]:
         yield f"  rows: {counts or 0}"
     for name, value in record["facts"].items():
         if isinstance(value, dict):
-            yield f"  {name}: " + ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+            yield f"  {name}: " + ", ".join(
+                f"{key} {_short(item)}" for key, item in cast("dict[str, Any]", value).items()
+            )
         elif value is not None:
             yield f"  {name}: {_short(value)}"
 

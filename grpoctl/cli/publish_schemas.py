@@ -100,7 +100,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+    return f"`{json.dumps(list(typing.cast('tuple[Any, ...]', value)) if isinstance(value, tuple) else value)}`"
 
 
 def _choices(field: FieldInfo) -> str:

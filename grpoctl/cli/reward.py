@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -63,12 +63,12 @@ def _resolve(ref: str, signature: str, kwargs: Sequence[str]) -> Any:
 
     from grpoctl.rewards.resolve.reference import resolve_reward
 
-    bound = {}
+    bound: dict[str, Any] = {}
     for item in kwargs:
         key, separator, text = item.partition("=")
         if not separator:
             raise UsageError(f"--kwarg {item}: expected KEY=VALUE")
-        bound[key] = YAML(typ="safe", pure=True).load(text)
+        bound[key] = cast("Any", YAML(typ="safe", pure=True)).load(text)
     return resolve_reward(ref, signature=signature, kwargs=bound)
 
 
@@ -118,9 +118,11 @@ def _completion(row: Mapping[str, Any], column: str | None, data: str) -> str:
         )
     value = row[name]
     if isinstance(value, list) and value and isinstance(value[-1], dict):
-        value = value[-1].get("content")
+        value = cast("list[dict[str, Any]]", value)[-1].get("content")
     if not isinstance(value, str):
-        raise InputRefused(f"{data}: column {name!r} holds {type(value).__name__}, expected text or a message list")
+        raise InputRefused(
+            f"{data}: column {name!r} holds {type(cast('Any', value)).__name__}, expected text or a message list"
+        )
     return value
 
 

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -175,5 +175,5 @@ def _example_data(values: dict[str, Any]) -> None:
     from grpoctl.builtin.example_data import example_preferences, example_prompts
 
     table = (example_preferences if values["preferences"] else example_prompts)(values["rows"])
-    pq.write_table(table, values["out"])
+    cast("Any", pq).write_table(table, values["out"])
     print(f"{values['out']}: {table.num_rows} rows ({', '.join(table.column_names)})")

@@ -6,17 +6,19 @@ only, so its log-probabilities are those of a row of its own. The first token is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from grpoctl.algorithms.token_logprobs import token_logprobs
 from grpoctl.engines.base import PolicyModel, TokenIds, Unit, padded_width
 
+_from_numpy: Callable[[npt.NDArray[Any]], Tensor] = cast("Any", torch).from_numpy  # torch leaves its argument untyped
 LEAST_POSITIONS = 8
 """Positions handed to the head at least: fewer than four rows meet another matrix kernel, whose last bit differs."""
 
@@ -97,11 +99,11 @@ def pack(units: Sequence[Unit], device: torch.device) -> Packed:
                 targets.append(np.asarray(ids, dtype=np.int64))
             start = stop
     return Packed(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        position_ids=torch.from_numpy(positions).to(device),
+        input_ids=_from_numpy(input_ids).to(device),
+        position_ids=_from_numpy(positions).to(device),
         mask=None if all(len(unit.completions) == 1 for unit in units) else _mask(segments, device),
-        sources=torch.from_numpy(_concatenate(sources)).to(device),
-        targets=torch.from_numpy(_concatenate(targets)).to(device),
+        sources=_from_numpy(_concatenate(sources)).to(device),
+        targets=_from_numpy(_concatenate(targets)).to(device),
     )
 
 
@@ -111,7 +113,7 @@ def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
 
 def _mask(segments: np.ndarray, device: torch.device) -> Tensor:
     """Return who sees whom: earlier positions of the prompt and of the own segment; padding sees itself."""
-    segment = torch.from_numpy(segments).to(device)
+    segment = _from_numpy(segments).to(device)
     query, key = segment[:, :, None], segment[:, None, :]
     width = segment.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from safetensors import safe_open
 from torch import Tensor
@@ -64,13 +64,13 @@ def read_state(
         InputRefused: the state belongs to a model with other parameters.
     """
     path = folder / STATE_FILE
-    with safe_open(str(path), framework="pt") as file:
+    with cast("Any", safe_open(str(path), framework="pt")) as file:
         steps: dict[str, int] = json.loads(file.metadata()["steps"])
         if not set(steps) <= set(shapes):
             foreign = sorted(set(steps) - set(shapes))[0]
             raise InputRefused(f"{path}: optimizer state for {foreign}, which this model lacks; name the right update")
         for name, count in steps.items():
-            moments = {kind: file.get_tensor(f"{kind}.{name}") for kind in MOMENTS}
+            moments: dict[str, Tensor] = {kind: file.get_tensor(f"{kind}.{name}") for kind in MOMENTS}
             if tuple(moments["exp_avg"].shape) != tuple(shapes[name]):
                 raise InputRefused(
                     f"{path}: {name} has shape {tuple(moments['exp_avg'].shape)}, the model has {tuple(shapes[name])}"

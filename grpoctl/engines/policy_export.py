@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def write_tensors_as_policy(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _disk_errors() -> Iterator[None]:
+def _disk_errors() -> Generator[None]:
     """Raise the OSError that safetensors wraps in an error of its own."""
     try:
         yield

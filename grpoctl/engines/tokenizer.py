@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def load_tokenizer(folder: Path, ref: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        inner = cast("Any", AutoTokenizer).from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise InputRefused(f"{ref}: its tokenizer can't be loaded ({str(error).splitlines()[0]})") from error
     config = _json(folder / "config.json")
@@ -140,7 +140,7 @@ def _eos_ids(folder: Path, config: dict[str, Any], inner: Any) -> tuple[int, ...
     generation = _json(folder / "generation_config.json")
     found: list[int] = []
     for value in (generation.get("eos_token_id"), config.get("eos_token_id"), inner.eos_token_id):
-        for token in value if isinstance(value, list) else [value]:
+        for token in cast("list[Any]", value) if isinstance(value, list) else [value]:
             if token is not None and token not in found:
                 found.append(int(token))
     return tuple(found)

@@ -43,11 +43,11 @@ class Warm:
     """Everything kept, each by what it was made of."""
 
     ranks: Ranks = ALONE
-    models: OrderedDict[ModelKey, PolicyModel] = field(default_factory=OrderedDict)
-    reward_models: dict[tuple[str, str, str], RewardModel] = field(default_factory=dict)
-    trainers: dict[str, Trainer] = field(default_factory=dict)
-    samplers: dict[str, tuple[str, Sampler]] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    models: OrderedDict[ModelKey, PolicyModel] = field(default_factory=OrderedDict[ModelKey, PolicyModel])
+    reward_models: dict[tuple[str, str, str], RewardModel] = field(default_factory=lambda: {})
+    trainers: dict[str, Trainer] = field(default_factory=dict[str, Trainer])
+    samplers: dict[str, tuple[str, Sampler]] = field(default_factory=dict[str, tuple[str, Sampler]])
+    told: set[str] = field(default_factory=set[str])
 
     def tell_once(self, message: str) -> None:
         """Say something on stderr, once in the life of this process."""

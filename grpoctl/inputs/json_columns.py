@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ class NoColumn(Exception):
     """A value that neither Arrow nor JSON text can carry; says which and why."""
 
 
-def json_column(name: str, values: Sequence[Any]) -> tuple[pa.Field, pa.Array]:
+def json_column(name: str, values: Sequence[Any]) -> tuple[pa.Field[Any], pa.Array[Any]]:
     """Return a column of JSON values.
 
     Raises:
@@ -44,7 +44,7 @@ def json_column(name: str, values: Sequence[Any]) -> tuple[pa.Field, pa.Array]:
 def _kind(values: Sequence[Any]) -> pa.DataType | None:
     """Return the one Arrow type that holds all values as they are, None where there is none."""
     present = [value for value in values if value is not None]
-    kinds = {type(value) for value in present}
+    kinds: set[type[Any]] = {type(value) for value in present}
     if not kinds:
         return pa.null()
     only = kinds.pop()
@@ -66,20 +66,21 @@ def _struct(values: Sequence[Mapping[str, Any]]) -> pa.DataType | None:
     return pa.struct(fields) if len(fields) == len(names) else None
 
 
-def is_json(field: pa.Field) -> bool:
+def is_json(field: pa.Field[Any]) -> bool:
     """Return whether a column carries its values as JSON text."""
     return (field.metadata or {}).get(b"grpoctl.json") == b"1"
 
 
-def column_values(column: pa.ChunkedArray | pa.Array, field: pa.Field) -> list[Any]:
+def column_values(table: pa.Table, name: str) -> list[Any]:
     """Return a column's values as they were."""
-    values: list[Any] = column.to_pylist()
-    return [None if value is None else json.loads(value) for value in values] if is_json(field) else values
+    schema: Any = table.schema  # stubs leave a field's type open
+    values = cast("list[Any]", table.column(name).to_pylist())
+    return [None if value is None else json.loads(value) for value in values] if is_json(schema.field(name)) else values
 
 
 def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return a table's rows with every value as it was."""
-    columns = {field.name: column_values(table.column(field.name), field) for field in table.schema}
+    columns = {name: column_values(table, name) for name in table.column_names}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -88,7 +89,7 @@ def decoded(row: Mapping[str, Any], fields: frozenset[str]) -> dict[str, Any]:
     return {name: json.loads(value) if name in fields and value is not None else value for name, value in row.items()}
 
 
-def json_fields(source: pa.StructType) -> frozenset[str]:
-    """Return the names of a struct's fields that carry JSON text."""
-    fields = (source.field(i) for i in range(source.num_fields))
+def json_fields(source: Any) -> frozenset[str]:
+    """Return the names of the fields of a struct type that carry JSON text."""
+    fields: list[pa.Field[Any]] = [source.field(i) for i in range(source.num_fields)]
     return frozenset(field.name for field in fields if is_json(field))

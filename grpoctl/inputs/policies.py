@@ -148,7 +148,7 @@ def _local_folder(ref: str) -> Path:
 def _from_hub(ref: str) -> Path:
     name, _, revision = ref.partition("@")
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  a callback without types
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise UsageError(f'{ref}: hub ids need huggingface_hub; pip install "grpoctl[hub]"') from error
@@ -267,7 +267,7 @@ def _file_tensors(path: Path, size: int) -> dict[str, list[Any]]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if 8 + length + end != size:
             raise InputRefused(f"{path}: {size} bytes, its header says {8 + length + end}; the file was truncated")
-        result = {}
+        result: dict[str, list[Any]] = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
             first, last = entry["data_offsets"]
             file.seek(8 + length + first)

@@ -83,7 +83,7 @@ def _cells(table: pa.Table, config: RewardModelConfig, setting: str, path: str) 
             f"{path}: no column {name!r}, found {', '.join(table.column_names)}; "
             f"name it with --set reward_model.{setting}=…"
         )
-    values = column_values(table.column(name), table.schema.field(name))
+    values = column_values(table, name)
     missing = [row for row, value in enumerate(values) if value is None]
     if missing:
         raise InputRefused(f"{path}: {name} is null in {len(missing)} rows: {missing[:5]}; remove or fill them")
@@ -97,7 +97,7 @@ def _text(value: Any, where: str) -> Text:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
+        found = "an empty list" if value == [] else type(cast("Any", value)).__name__
         raise InputRefused(f"{where}: found {found}, expected text or a message list")
     turns: Messages = []
     for number, turn in enumerate(cast("list[Any]", value)):

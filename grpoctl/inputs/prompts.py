@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -82,12 +82,12 @@ def _values(table: pa.Table, name: str, path: str) -> list[Any]:
             else "; name it with --prompt-column or choose a --format"
         )
         raise InputRefused(f"{path}: no column {head!r}, found {', '.join(table.column_names)}{hint}")
-    field = table.schema.field(head)
-    values = column_values(table.column(head), field)
+    values = column_values(table, head)
     for part in rest:
-        if not any(isinstance(value, dict) and part in value for value in values):
-            raise InputRefused(f"{path}: column {head!r} has no field {part!r} (its type is {field.type})")
-        values = [value.get(part) if isinstance(value, dict) else None for value in values]
+        objects = [cast("dict[str, Any]", value) if isinstance(value, dict) else {} for value in values]
+        if not any(part in value for value in objects):
+            raise InputRefused(f"{path}: column {head!r} has no field {part!r} (its type is {table.column(head).type})")
+        values = [value.get(part) for value in objects]
     return values
 
 
@@ -144,42 +144,53 @@ def json_messages(text: str) -> Messages | None:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, list) and all(isinstance(t, dict) and "role" in t for t in value) else None
+    turns = cast("list[Any]", value)
+    return turns if isinstance(value, list) and all(isinstance(t, dict) and "role" in t for t in turns) else None
 
 
 def _check_messages(value: Any, where: str, allow_empty: bool) -> None:
+    turns = cast("list[Any]", value)
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
+        found = "an empty list" if turns == [] else type(turns).__name__
         raise InputRefused(f"{where}: found {found}, expected text or a message list")
-    for number, turn in enumerate(value):
+    for number, turn in enumerate(turns):
         if not isinstance(turn, dict):
             raise InputRefused(
                 f"{where}[{number}]: found {type(turn).__name__}, expected a message with role and content"
             )
+        fields = cast("dict[str, Any]", turn)
         for key in ("role", "content"):
-            if not isinstance(turn.get(key), str):
-                raise InputRefused(f"{where}[{number}].{key}: found {turn.get(key)!r}, expected text")
-            if any("\ud800" <= character <= "\udfff" for character in turn[key]):
+            if not isinstance(fields.get(key), str):
+                raise InputRefused(f"{where}[{number}].{key}: found {fields.get(key)!r}, expected text")
+            if any("\ud800" <= character <= "\udfff" for character in fields[key]):
                 raise InputRefused(f"{where}[{number}].{key}: half a surrogate pair is no text; re-encode the file")
-    if value[-1]["role"] == "assistant":
-        raise InputRefused(f"{where}[{len(value) - 1}].role: the last turn is the assistant's, expected the user's")
-    if not allow_empty and not any(turn["content"].strip() for turn in value):
+    if turns[-1]["role"] == "assistant":
+        raise InputRefused(f"{where}[{len(turns) - 1}].role: the last turn is the assistant's, expected the user's")
+    if not allow_empty and not any(turn["content"].strip() for turn in turns):
         raise InputRefused(f"{where}: all turns are empty; remove the row or set prompts.allow_empty")
 
 
 def _source(table: pa.Table, column: str) -> pa.StructArray:
-    fields = [field for field in table.schema if field.name != column]
+    schema: list[pa.Field[Any]] = list(table.schema)
+    fields = [field for field in schema if field.name != column]
     arrays: list[Any] = [pa.array(range(table.num_rows), pa.int64())]
     for field in fields:
-        array = table.column(field.name).combine_chunks()
-        arrays.append(pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array)
-    return pa.StructArray.from_arrays(arrays, fields=[pa.field(ROW_FIELD, pa.int64()), *fields])
+        arrays.append(_one_array(table.column(field.name)))
+    struct: Any = pa.StructArray
+    return struct.from_arrays(arrays, fields=[pa.field(ROW_FIELD, pa.int64()), *fields])
+
+
+def _one_array(column: Any) -> Any:
+    """Return a column in one piece."""
+    array: Any = column.combine_chunks()
+    chunked: Any = pa.ChunkedArray
+    return pa.concat_arrays(array.chunks) if isinstance(array, chunked) else array
 
 
 def column_names(source: pa.StructType, prefix: str = "") -> list[str]:
     """Return the names of a source struct's fields without the row number, fields of structs with dots."""
-    names = []
-    for field in (source.field(i) for i in range(source.num_fields)):
+    names: list[str] = []
+    for field in (cast("Any", source).field(i) for i in range(source.num_fields)):
         if prefix or field.name != ROW_FIELD:
             names.append(f"{prefix}{field.name}")
             if pa.types.is_struct(field.type):

@@ -13,10 +13,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.parquet
 
 from grpoctl.artifacts.artifact import read_manifest, refuse_our_files
 from grpoctl.artifacts.canonical import sha256_json
@@ -25,6 +25,8 @@ from grpoctl.errors import InputRefused
 from grpoctl.inputs.json_columns import NoColumn, json_column
 from grpoctl.inputs.policies import BUILTIN
 
+pq: Any = pyarrow.parquet  # its stubs type half of every function
+arrow: Any = pa
 PACKED: Final = {".gz": "gzip", ".zst": "zstd"}
 KINDS: Final = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".arrow")
 EXPECTED: Final = "Parquet, JSONL, a JSON array (.json), CSV or Arrow, as they are or as .gz or .zst"
@@ -150,10 +152,10 @@ def _table(blob: bytes, place: Location) -> pa.Table:
     try:
         for suffix, method in PACKED.items():
             if place.path.endswith(suffix):
-                blob = pa.CompressedInputStream(pa.BufferReader(blob), method).read()
+                blob = arrow.CompressedInputStream(pa.BufferReader(blob), method).read()
         if blob[:4] == b"PAR1":
             _refuse_twins(pq.read_schema(pa.BufferReader(blob)).names, place)
-            table = pq.read_table(pa.BufferReader(blob))
+            table: pa.Table = pq.read_table(pa.BufferReader(blob))
         elif name.endswith((".jsonl", ".ndjson", ".json")):
             table = _from_values(list(_json_rows(_text(blob, place), place)), place)
         elif name.endswith(".csv"):
@@ -179,9 +181,10 @@ def _refuse_twins(names: Sequence[str], place: Location) -> None:
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:
     """Return a table whose columns hold their values plainly: another file may have written them so."""
-    for index, field in enumerate(table.schema):
+    schema: list[pa.Field[Any]] = list(table.schema)
+    for index, field in enumerate(schema):
         if pa.types.is_dictionary(field.type):
-            plain = field.type.value_type
+            plain: Any = field.type.value_type
             table = table.set_column(index, pa.field(field.name, plain), table.column(index).cast(plain))
     return table
 
@@ -198,7 +201,7 @@ def _json_rows(text: str, place: Location) -> Iterator[dict[str, Any]]:
     """Yield the objects of JSON lines, or of one array of objects."""
     if text.lstrip().startswith("["):
         whole = _json(text, f"{place.url}", place)
-        for number, value in enumerate(whole if isinstance(whole, list) else [whole]):
+        for number, value in enumerate(cast("list[Any]", whole) if isinstance(whole, list) else [whole]):
             yield _object(value, f"{place.url}: item {number}")
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -237,14 +240,14 @@ def _json(text: str, where: str, place: Location) -> Any:
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputRefused(f"{where}: found {json.dumps(value)[:40]}, expected an object with a field a column")
-    return value
+    return cast("dict[str, Any]", value)
 
 
 def _csv_rows(text: str, place: Location) -> Iterator[dict[str, Any]]:
     """Yield the rows of a CSV file with a header; every value is text, as it stands."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = next(reader, [])
+        header = next(reader, list[str]())
         _refuse_twins(header, place)
         for row in reader:
             if row and len(row) != len(header):
@@ -263,4 +266,4 @@ def _from_values(rows: Sequence[dict[str, Any]], place: Location) -> pa.Table:
         columns = [json_column(name, [row.get(name) for row in rows]) for name in names]
     except NoColumn as error:
         raise InputRefused(f"{place.url}: can't be read as a table ({error}); re-encode the file") from error
-    return pa.table([array for _, array in columns], schema=pa.schema([field for field, _ in columns]))
+    return arrow.table([array for _, array in columns], schema=pa.schema([field for field, _ in columns]))

@@ -79,7 +79,7 @@ class Pipeline:
     origin: Origin | None = None
     accept_changes: bool = False
     tell: Callable[[str], None] = log.info
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     first_version: int = 0
     wall_seconds: float = 0.0
     engine_seconds: float = 0.0

@@ -60,7 +60,7 @@ class ManagedServers:
     runtime: RuntimeConfig
     context: Context
     logs: Path
-    _servers: list[_ManagedServer] = field(default_factory=list)
+    _servers: list[_ManagedServer] = field(default_factory=list[_ManagedServer])
 
     def serving(self, ref: str) -> tuple[str, ...]:
         """Return the servers' addresses once each of them holds a policy: started, given it, or started anew.

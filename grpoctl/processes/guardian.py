@@ -67,7 +67,7 @@ def _follow(command: int, lifeline: int, parent: int, max_processes: int) -> Non
     os.set_blocking(wake_write, False)
     os.set_blocking(lifeline, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     poll.register(wake_read, select.POLLIN)

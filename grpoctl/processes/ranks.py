@@ -7,11 +7,11 @@ on each of them and every rank decides alike.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from grpoctl.errors import GrpoctlError, PeerFailed
 from grpoctl.processes import launcher
@@ -54,7 +54,7 @@ class Ranks:
 
         values: list[Any] = [None] * count
         with self.lost_peers():
-            dist.all_gather_object(values, value)
+            cast("Any", dist).all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Value) -> Value:
@@ -62,7 +62,7 @@ class Ranks:
         return self.all_gather(value)[0]
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self) -> Generator[None]:
         """Run a block on every rank; where it fails on one it fails on all, so that none waits for a process that left.
 
         Raises:
@@ -83,7 +83,7 @@ class Ranks:
         raise PeerFailed(f"process {number} of {self.world_size}: {text}", exit_code=code) from mine
 
     @contextmanager
-    def lost_peers(self) -> Iterator[None]:
+    def lost_peers(self) -> Generator[None]:
         """Turn the error of a collective whose other end died into PeerFailed (exit 75); the dead one told why."""
         try:
             yield

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final
 
@@ -18,7 +18,7 @@ LOOKS: Final = 50
 
 
 @contextmanager
-def watched(what: str, progress: Callable[[], object], *, patience_seconds: float) -> Iterator[None]:
+def watched(what: str, progress: Callable[[], object], *, patience_seconds: float) -> Generator[None]:
     """Run a block; where `progress()` stays the same for too long, say so and end the process with TryAgain's exit code.
 
     Args:

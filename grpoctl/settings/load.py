@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -85,7 +85,11 @@ def load_job(
     for entry in flag_fields(job):
         if entry.flag in flags:
             given = flags[entry.flag]
-            value = list(given) if isinstance(given, list | tuple) else _parse(job, entry.path, given)
+            value = (
+                list(cast("Sequence[Any]", given))
+                if isinstance(given, list | tuple)
+                else _parse(job, entry.path, given)
+            )
             _put(values, entry.path, value, origins, entry.flag)
     try:
         return job.model_validate(values)
@@ -130,7 +134,7 @@ def _put(values: dict[str, Any], path: tuple[str, ...], value: Any, origins: dic
     target = values
     for key in path[:-1]:
         inner = target.get(key)
-        target[key] = dict(inner) if isinstance(inner, Mapping) else {}
+        target[key] = dict(cast("Mapping[str, Any]", inner)) if isinstance(inner, Mapping) else {}
         target = target[key]
     target[path[-1]] = value
     for known in [known for known in origins if known[: len(path)] == path]:
@@ -143,7 +147,7 @@ def _parse(job: type[BaseModel], path: tuple[str, ...], text: str) -> Any:
     if field is not None and _is_text(field.annotation):
         return None if text in ("null", "~") and type(None) in typing.get_args(field.annotation) else text
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        return cast("Any", YAML(typ="safe", pure=True)).load(text)
     except YAMLError as error:
         raise UsageError(f"{'.'.join(path)}={text}: not a YAML value ({str(error).splitlines()[0]})") from error
 

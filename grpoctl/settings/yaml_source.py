@@ -6,7 +6,7 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
@@ -33,11 +33,12 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise UsageError(f"{file}: can't be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: not UTF-8 text (byte {error.start}); expected a YAML file") from error
-    yaml = YAML(typ="rt", pure=True)
+    yaml = cast("Any", YAML(typ="rt", pure=True))  # ruamel types little of itself
     try:
         content = yaml.load(io.StringIO(text))
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        marked = cast("Any", error)
+        mark = marked.problem_mark or marked.context_mark
         where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         raise UsageError(f"{where}: {_yaml_problem(error, text)}") from error
     except YAMLError as error:
@@ -50,7 +51,8 @@ def read_yaml(file: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
 
 
 def _yaml_problem(error: MarkedYAMLError, text: str) -> str:
-    problem = str(error.problem or error.context)
+    marked = cast("Any", error)
+    problem = str(marked.problem or marked.context)
     if "found duplicate key" in problem:
         return f"{problem.splitlines()[0]}{_first_place(error, text)}; keep one of them"
     if "but found another document" in problem:
@@ -62,34 +64,38 @@ def _yaml_problem(error: MarkedYAMLError, text: str) -> str:
 
 def _first_place(error: MarkedYAMLError, text: str) -> str:
     """Return where a key stood that is there again; the error itself only knows where its mapping begins."""
-    again = error.problem_mark
-    nodes = [YAML(typ="rt", pure=True).compose(io.StringIO(text))]
+    again = cast("Any", error).problem_mark
+    nodes: list[Any] = [cast("Any", YAML(typ="rt", pure=True)).compose(io.StringIO(text))]
     for node in nodes:  # grows while it is walked
         if isinstance(node, MappingNode):
-            keys = [key for key, _ in node.value]
+            pairs: list[tuple[Any, Any]] = cast("Any", node).value
+            keys = [key for key, _ in pairs]
             twin = next((key for key in keys if again and key.start_mark.index == again.index), None)
             if twin is not None:
                 first = next(key for key in keys if key.value == twin.value)
                 return f", first at line {first.start_mark.line + 1}"
-            nodes += [value for _, value in node.value if value not in nodes]
+            nodes += [value for _, value in pairs if value not in nodes]
         elif isinstance(node, SequenceNode):
-            nodes += [value for value in node.value if value not in nodes]
+            items: list[Any] = cast("Any", node).value
+            nodes += [value for value in items if value not in nodes]
     return ""
 
 
 def _plain(node: Any, file: str, path: KeyPath, positions: dict[KeyPath, str]) -> Any:
     if isinstance(node, CommentedMap):
         result: dict[str, Any] = {}
-        for key, value in node.items():
-            line, column = node.lc.key(key)
+        mapping = cast("Any", node)
+        for key, value in mapping.items():
+            line, column = mapping.lc.key(key)
             positions[(*path, str(key))] = f"{file}:{line + 1}:{column + 1}"
             result[str(key)] = _plain(value, file, (*path, str(key)), positions)
         return result
     if isinstance(node, CommentedSeq):
-        for index in range(len(node)):
-            line, column = node.lc.item(index)
+        sequence = cast("Any", node)
+        for index in range(len(sequence)):
+            line, column = sequence.lc.item(index)
             positions[(*path, index)] = f"{file}:{line + 1}:{column + 1}"
-        return [_plain(value, file, (*path, index), positions) for index, value in enumerate(node)]
+        return [_plain(value, file, (*path, index), positions) for index, value in enumerate(sequence)]
     if isinstance(node, bool) or node is None:
         return node
     if isinstance(node, str):

@@ -7,12 +7,12 @@ says that the sampler wasn't the declared policy: stale weights, another tempera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from grpoctl.engines.base import FloatVector
+from grpoctl.engines.base import FloatVector, TokenIds
 from grpoctl.engines.tokenizer import Tokenizer
 from grpoctl.errors import GateFailed
 from grpoctl.stages.token_rows import TokenRows
@@ -33,7 +33,7 @@ def gap_sums(rows: TokenRows, old: Sequence[FloatVector], tokenizer: Tokenizer) 
     used = [i for i, kept in enumerate(rows.rollout_logprobs) if kept is not None and len(kept)]
     if not used:
         return None
-    kept = np.concatenate([rows.rollout_logprobs[i] for i in used]).astype(np.float64)  # type: ignore[arg-type]
+    kept = np.concatenate(cast("list[FloatVector]", [rows.rollout_logprobs[i] for i in used])).astype(np.float64)
     gaps = np.abs(kept - np.concatenate([old[i] for i in used]))
     if not np.isfinite(gaps).all():
         raise GateFailed(
@@ -80,13 +80,15 @@ def likely_causes(stats: dict[str, Any]) -> str:
     return "; ".join(causes)
 
 
-def _grouped(gaps: npt.NDArray, groups: npt.NDArray, names: Sequence[str]) -> dict[str, list[float]]:
+def _grouped(
+    gaps: npt.NDArray[np.float64], groups: npt.NDArray[np.intp], names: Sequence[str]
+) -> dict[str, list[float]]:
     counts = np.bincount(groups, minlength=len(names))
     sums = np.bincount(groups, weights=gaps, minlength=len(names))
     return {name: [float(sums[i]), int(counts[i])] for i, name in enumerate(names) if counts[i]}
 
 
-def _classes(ids: npt.NDArray, tokenizer: Tokenizer) -> npt.NDArray:
+def _classes(ids: TokenIds, tokenizer: Tokenizer) -> npt.NDArray[np.intp]:
     distinct, inverse = np.unique(ids, return_inverse=True)
     texts = tokenizer.decode_many([np.array([token], dtype=np.int32) for token in distinct])
     kinds = [

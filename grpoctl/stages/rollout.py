@@ -198,7 +198,8 @@ def plan_prompts(
             f"{job.prompts.path}: {len(overlong)} prompts are longer than {context - 1} tokens (context {context} less one)"
             f": {names}; shorten them or set prompts.overlong to skip or truncate_left"
         )
-    plan, tight = [], []
+    plan: list[PlannedPrompt] = []
+    tight: list[str] = []
     for row in chosen:
         ids = encoded[row]
         if len(ids) > context - 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +51,13 @@ def token_rows(table: pa.Table, rollouts: Artifact, *, vocab_size: int) -> Token
     Raises:
         InputRefused: ids, mask and log-probabilities of unequal lengths, ids outside the vocabulary, or a group in pieces.
     """
-    sample_ids = table["sample_id"].to_pylist()
-    group_ids = table["group_id"].to_pylist()
+    sample_ids = cast("list[str]", table["sample_id"].to_pylist())
+    group_ids = cast("list[str]", table["group_id"].to_pylist())
     failed = [status == "failed" for status in table["status"].to_pylist()]
-    prompts = _arrays(table["prompt_ids"], np.int32)
-    completions = _arrays(table["completion_ids"], np.int32)
-    masks = _arrays(table["completion_mask"], np.bool_)
-    logprobs = _arrays(table["rollout_logprobs"], np.float32)
+    prompts: list[TokenIds] = _arrays(table["prompt_ids"], np.int32)
+    completions: list[TokenIds] = _arrays(table["completion_ids"], np.int32)
+    masks: list[npt.NDArray[np.bool_]] = _arrays(table["completion_mask"], np.bool_)
+    logprobs: list[Any] = _arrays(table["rollout_logprobs"], np.float32)
     require_whole_groups(group_ids, rollouts)
     for row, sample_id in enumerate(sample_ids):
         if failed[row]:
@@ -105,19 +106,23 @@ def require_whole_groups(
     return frozenset(closed)
 
 
-def float_lists(column: pa.ChunkedArray) -> list[FloatVector | None]:
+def float_lists(column: pa.ChunkedArray[Any]) -> list[FloatVector | None]:
     """Return a list column as float32 arrays, None where null."""
     return _arrays(column, np.float32)
 
 
-def _arrays(column: pa.ChunkedArray, dtype: type) -> list:
+def _arrays(column: pa.ChunkedArray[Any], dtype: type[np.generic]) -> list[Any]:
     """Return the rows of a list column as views of its one values buffer, None where null."""
-    array = column.combine_chunks()
+    array = cast("pa.Array[Any] | pa.ChunkedArray[Any]", column.combine_chunks())
     if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type)
+        array = cast(
+            "pa.Array[Any]",
+            pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type),
+        )
     if pa.types.is_null(array.type):
         return [None] * len(array)
-    offsets = array.offsets.to_numpy()
-    values = np.asarray(array.values.to_numpy(zero_copy_only=False), dtype=dtype)
+    lists = cast("Any", array)  # a list array
+    offsets = lists.offsets.to_numpy()
+    values = np.asarray(lists.values.to_numpy(zero_copy_only=False), dtype=dtype)
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     return [values[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(array))]

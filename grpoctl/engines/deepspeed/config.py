@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from grpoctl.errors import UsageError
 from grpoctl.settings.runtime import DeepSpeedConfig
@@ -78,7 +78,8 @@ def engine_config(
 def _owned(given: Mapping[str, Any]) -> Iterator[str]:
     for key, reason in OWNED.items():
         value = given.get(key)
-        off = value is None or value is False or (isinstance(value, Mapping) and value.get("enabled") is False)
+        fields = cast("Mapping[str, Any]", value)
+        off = value is None or value is False or (isinstance(value, Mapping) and fields.get("enabled") is False)
         if not off:
             yield f"{key}: {reason}"
 
@@ -89,7 +90,7 @@ def _differing(needed: Mapping[str, Any], given: Mapping[str, Any], prefix: str)
         if key not in given or given[key] == "auto":
             continue
         if isinstance(value, Mapping) and isinstance(given[key], Mapping):
-            yield from _differing(value, given[key], f"{prefix}{key}.")
+            yield from _differing(cast("Mapping[str, Any]", value), given[key], f"{prefix}{key}.")
         elif given[key] != value:
             yield f"{prefix}{key}: is {given[key]!r} there, {value!r} by our settings"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from grpoctl.artifacts.storage import locate, read_bytes
 from grpoctl.engines.base import OptimizerSettings, PolicyModel, Trainer
@@ -49,7 +49,7 @@ def _read_json(url: str | None) -> dict[str, Any]:
         raise UsageError(f"{url}: not JSON ({error}); expected a ds_config.json") from error
     if not isinstance(content, dict):
         raise UsageError(f"{url}: found {type(content).__name__}, expected an object of DeepSpeed's settings")
-    return content
+    return cast("dict[str, Any]", content)
 
 
 ENGINE = TrainingEngine(load=load, trainer=make_trainer, forward="torch", needs_group=True)

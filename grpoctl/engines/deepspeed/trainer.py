@@ -119,7 +119,7 @@ class DeepSpeedTrainer:
 
     def save_state(self, folder: Path) -> None:
         """Write both moments of every parameter and its number of steps."""
-        from deepspeed.utils import safe_get_full_optimizer_state
+        from deepspeed.utils import safe_get_full_optimizer_state  # pyright: ignore[reportUnknownVariableType]  DeepSpeed types nothing
 
         self._link_states()
         taken = [int(state["step"]) for state in self._states.values() if state]
@@ -181,7 +181,10 @@ class DeepSpeedTrainer:
 
     def _put_share(self, parameter: Any, tensor: Tensor, kind: str) -> None:
         """Put this rank's share of a whole moment where DeepSpeed keeps it."""
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+        from deepspeed.utils import (
+            safe_set_full_optimizer_state,  # pyright: ignore[reportUnknownVariableType]  DeepSpeed types nothing
+            safe_set_local_optimizer_state,  # pyright: ignore[reportUnknownVariableType]  as above
+        )
 
         if self.stage < 3:
             safe_set_full_optimizer_state(parameter, tensor.to(self.policy.device), kind)

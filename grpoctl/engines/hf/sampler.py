@@ -7,10 +7,11 @@ log-probability is kept at the moment of drawing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import (
@@ -28,6 +29,8 @@ from transformers import (
 from grpoctl.engines.base import PolicyModel, Sample, SampleRequest, SamplingSettings
 from grpoctl.engines.stop_strings import StopStrings
 from grpoctl.engines.tokenizer import Tokenizer
+
+_from_numpy: Callable[[npt.NDArray[Any]], Tensor] = cast("Any", torch).from_numpy  # torch leaves its argument untyped
 
 
 class _Draw(LogitsProcessor):
@@ -107,10 +110,10 @@ class HfSampler:
         input_ids = torch.full((len(requests), width), self.tokenizer.pad_id, dtype=torch.int64)
         attention = torch.zeros((len(requests), width), dtype=torch.int64)
         for row, request in enumerate(requests):
-            input_ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids.astype(np.int64))
+            input_ids[row, width - len(request.prompt_ids) :] = _from_numpy(request.prompt_ids.astype(np.int64))
             attention[row, width - len(request.prompt_ids) :] = 1
         uniforms = np.stack([np.random.default_rng(request.seed).random(limit) for request in requests])
-        draw = _Draw(torch.from_numpy(uniforms).to(device), settings, self.tokenizer.vocab_size, width)
+        draw = _Draw(_from_numpy(uniforms).to(device), settings, self.tokenizer.vocab_size, width)
         stops = StopStrings(tokenizer=self.tokenizer, texts=settings.stop)
         ends = [*self.tokenizer.eos_ids, *settings.stop_token_ids]
         with torch.autocast(device.type, dtype=self.policy.autocast, enabled=self.policy.autocast is not None):

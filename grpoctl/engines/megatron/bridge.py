@@ -7,7 +7,7 @@ tensor-parallel ranks share it. mbridge knows it for the models below; another b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ def _local_bridge(model_type: str) -> Any:
         }
 
         def _build_base_config(self, **options: Any) -> Any:
-            return super()._build_base_config(**{**options, **PLAIN})
+            return super()._build_base_config(**{**options, **PLAIN})  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  its base is found at run time
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
             self.has_vp_stage = True
@@ -189,7 +189,7 @@ def gathered(
     if size == 1 or not getattr(like, "tensor_model_parallel", False):
         return bridge.cut(parameter, share)
     shares = [torch.empty_like(share) for _ in range(size)]
-    torch.distributed.all_gather(shares, share, group=group)
+    cast("Any", torch.distributed).all_gather(shares, share, group=group)
     return bridge.cut(parameter, bridge.merged(parameter, shares, like))
 
 

@@ -10,12 +10,14 @@ so the chunked head of one rank serves all of them, and only numbers of size (N,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from grpoctl.algorithms.token_logprobs import token_logprobs
+
+distributed: Any = torch.distributed  # its collectives are half typed
 
 
 def vocab_parallel_logprobs(
@@ -58,7 +60,7 @@ def vocab_parallel_logprobs(
         scores = (hidden.float() * head[places].float()).sum(dim=-1) / temperature
         own_normaliser = scores - part
         largest = own_normaliser.detach().clone()
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
         total = _summed((own_normaliser - largest).exp(), group)
         normaliser = largest + total.log()
         score = _summed(torch.where(own, scores, 0.0), group)
@@ -67,14 +69,14 @@ def vocab_parallel_logprobs(
         with torch.no_grad():
             weight = (own_normaliser - normaliser).exp()
             mean_score = weight * (own_normaliser - part_entropy)
-            torch.distributed.all_reduce(mean_score, group=group)
+            distributed.all_reduce(mean_score, group=group)
             entropy = normaliser.detach() - mean_score
     return score - normaliser, entropy
 
 
 def _shared(tensor: Tensor, group: Any) -> Tensor:
     """Return a tensor that all ranks have; its gradient is the sum of theirs."""
-    return _Shared.apply(tensor, group)  # pyright: ignore[reportReturnType]
+    return cast("Any", _Shared).apply(tensor, group)
 
 
 def _summed(tensor: Tensor, group: Any) -> Tensor:
@@ -82,7 +84,7 @@ def _summed(tensor: Tensor, group: Any) -> Tensor:
 
     Megatron's own function sums in place, which would spoil what autograd keeps of the summand.
     """
-    return _Summed.apply(tensor, group)  # pyright: ignore[reportReturnType]
+    return cast("Any", _Summed).apply(tensor, group)
 
 
 class _Shared(torch.autograd.Function):
@@ -94,7 +96,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone()
-        torch.distributed.all_reduce(total, group=ctx.group)
+        distributed.all_reduce(total, group=ctx.group)
         return total, None
 
 
@@ -102,7 +104,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         total = tensor.clone()
-        torch.distributed.all_reduce(total, group=group)
+        distributed.all_reduce(total, group=group)
         return total
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ def load_megatron(
     place = pick_device(device)
     if dtype == "bfloat16" and place.type == "cpu":
         raise UsageError("engine megatron runs bfloat16 on a GPU only: Megatron's backward has no autocast on a CPU")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = cast("Any", AutoConfig).from_pretrained(folder, local_files_only=True)
     _check_divisible(config, tensor_parallel_size, ranks, ref)
     group = _parallel_group(tensor_parallel_size)
     with ranks.agreed(), memory_errors("loading the model", "raise runtime.megatron.tensor_parallel_size"):
@@ -204,9 +204,9 @@ def _parallel_group(tensor_parallel_size: int) -> Any:
 @torch.no_grad()
 def _fill(policy: MegatronPolicy, folder: Path, ref: str) -> None:
     """Put this rank's share of every tensor in its place; each is read by itself."""
-    files = {}
+    files: dict[str, Path] = {}
     for path in weight_files(folder):
-        with safe_open(str(path), framework="pt") as file:
+        with cast("Any", safe_open(str(path), framework="pt")) as file:
             files |= dict.fromkeys(file.keys(), path)
     needed = {name for names in policy.names().values() for name in names}
     spare = set(files) - needed
@@ -219,7 +219,7 @@ def _fill(policy: MegatronPolicy, folder: Path, ref: str) -> None:
         )
 
     def fetch(name: str) -> Tensor:
-        with safe_open(str(files[name]), framework="pt") as file:
+        with cast("Any", safe_open(str(files[name]), framework="pt")) as file:
             return file.get_tensor(name)
 
     def noted(name: str) -> Tensor:

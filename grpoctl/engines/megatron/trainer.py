@@ -22,6 +22,7 @@ from grpoctl.engines.torch.adamw import clipped_step, torch_adamw
 from grpoctl.errors import InputRefused
 from grpoctl.processes.ranks import Ranks
 
+distributed: Any = torch.distributed  # its collectives are half typed
 HEAD_NORMS: Final = ("q_layernorm.weight", "k_layernorm.weight")
 """Norms of single heads: every tensor-parallel rank has them whole, but its gradient is of its own heads only."""
 
@@ -42,7 +43,7 @@ class MegatronTrainer:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a scalar loss; the last one of a step completes the sums over ranks."""
-        loss.backward()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]  torch leaves its arguments untyped
         if last:
             by_heads = [p.grad for name, p in self._parameters.items() if name.endswith(HEAD_NORMS)]
             _add_up(by_heads, self.policy.group)
@@ -58,7 +59,7 @@ class MegatronTrainer:
         shared = [p.grad for p in self._parameters.values() if getattr(p, "tensor_model_parallel", False)]
         whole = [p.grad for p in self._parameters.values() if not getattr(p, "tensor_model_parallel", False)]
         squares = torch.nn.utils.get_total_norm(shared).square()
-        torch.distributed.all_reduce(squares, group=self.policy.group)
+        distributed.all_reduce(squares, group=self.policy.group)
         return (squares + torch.nn.utils.get_total_norm(whole).square()).sqrt()
 
     def discard(self) -> None:
@@ -135,8 +136,8 @@ class MegatronTrainer:
 
 def _add_up(grads: Sequence[Tensor], group: Any) -> None:
     """Sum gradients over ranks in place."""
-    if torch.distributed.get_world_size(group) == 1:
+    if distributed.get_world_size(group) == 1:
         return
-    for sent in [torch.distributed.all_reduce(grad, group=group, async_op=True) for grad in grads]:
+    for sent in [distributed.all_reduce(grad, group=group, async_op=True) for grad in grads]:
         assert sent is not None
         sent.wait()

@@ -42,7 +42,7 @@ class Replica:
     link: Link
     server: Server
     live: bool = True
-    held: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    held: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, asyncio.Task[None]])
     strikes: int = 0
     comebacks: int = 0
     progressed: float = 0.0

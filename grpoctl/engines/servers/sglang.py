@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
 from grpoctl.engines.servers.link import Link
@@ -41,12 +41,14 @@ class SglangServer:
     @staticmethod
     async def detect(link: Link, eos_ids: Sequence[int]) -> SglangServer | None:
         """Return the server where it is SGLang."""
-        model = await link.get("/model_info") or await link.get("/get_model_info")
-        if not isinstance(model, dict) or "model_path" not in model:
+        said = await link.get("/model_info") or await link.get("/get_model_info")
+        if not isinstance(said, dict) or "model_path" not in said:
             return None
-        info = await link.get("/server_info") or await link.get("/get_server_info") or {}
-        models = await link.get("/v1/models") or {}
-        listed = (models.get("data") or [{}])[0].get("max_model_len")
+        model = cast("dict[str, Any]", said)
+        info: dict[str, Any] = await link.get("/server_info") or await link.get("/get_server_info") or {}
+        models: dict[str, Any] = await link.get("/v1/models") or {}
+        served: list[dict[str, Any]] = models.get("data") or [{}]
+        listed: Any = served[0].get("max_model_len")
         longest = int(info.get("max_req_input_len") or (info.get("context_length") or listed or 0) - RESERVED_TOKENS)
         dtype = info.get("dtype")
         facts = ServerFacts(
@@ -77,8 +79,8 @@ class SglangServer:
             },
         )
         meta = answer["meta_info"]
-        pairs = meta.get("output_token_logprobs") or []
-        reason = meta.get("finish_reason") or {}
+        pairs: list[Any] = meta.get("output_token_logprobs") or []
+        reason: dict[str, Any] = meta.get("finish_reason") or {}
         sample = checked_sample(
             ids=answer["output_ids"],
             logprobs=[pair[0] for pair in pairs],
@@ -86,7 +88,8 @@ class SglangServer:
             num_sampled=meta.get("completion_tokens"),
             reason=FINISH.get(str(reason.get("type")), "error"),
         )
-        versions = {span["version"] for span in meta.get("weight_versions") or []} or {meta.get("weight_version")}
+        spans: list[dict[str, Any]] = meta.get("weight_versions") or []
+        versions = {span["version"] for span in spans} or {meta.get("weight_version")}
         if sample.error is None and versions != {self.facts.weight_version}:
             shown = ", ".join(sorted(map(str, versions)))
             return replace(
@@ -112,7 +115,7 @@ class SglangServer:
 
     async def load(self, link: Link, folder: Path, version: str) -> None:
         """Load the folder while generation is paused, flush the cache, and name the weights."""
-        pauses = await link.get("/openapi.json") or {}
+        pauses: dict[str, Any] = await link.get("/openapi.json") or {}
         can_pause = "/pause_generation" in pauses.get("paths", {})
         if can_pause:
             await link.post("/pause_generation", {"mode": "retract"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from grpoctl.engines.base import Sample, SampleRequest, SamplingSettings
 from grpoctl.engines.servers.link import Link
@@ -41,16 +41,18 @@ class VllmServer:
         if not isinstance(said, dict) or "version" not in said:
             return None
         models = await link.get("/v1/models")
-        first = models["data"][0] if isinstance(models, dict) and models.get("data") else {}
+        listed = cast("dict[str, Any]", models)
+        first: dict[str, Any] = listed["data"][0] if isinstance(models, dict) and listed.get("data") else {}
         if first.get("owned_by") != "vllm":
             return None
-        weights = await link.get("/weight_info") or {}
-        info = await link.get("/server_info?config_format=json") or {}
-        config = info.get("vllm_config", {}).get("model_config", {}) if isinstance(info, dict) else {}
+        weights: dict[str, Any] = await link.get("/weight_info") or {}
+        info = cast("Any", await link.get("/server_info?config_format=json") or {})
+        known = cast("dict[str, Any]", info)
+        config: dict[str, Any] = known.get("vllm_config", {}).get("model_config", {}) if isinstance(info, dict) else {}
         limit = int(first["max_model_len"])
         facts = ServerFacts(
             program="vllm",
-            version=str(said["version"]),
+            version=str(cast("dict[str, Any]", said)["version"]),
             model=str(first["id"]),
             weight_version=weights.get("weight_version"),
             dtype=str(config["dtype"]).removeprefix("torch.") if "dtype" in config else None,
@@ -74,11 +76,12 @@ class VllmServer:
             stop_token_ids=[*self._eos_ids, *settings.stop_token_ids],
             logprobs=0,
         )
-        found = choice.get("logprobs") or {}
+        found: dict[str, Any] = choice.get("logprobs") or {}
+        names: list[str] = found.get("tokens") or []
         return checked_sample(
             ids=choice["token_ids"],
             logprobs=found.get("token_logprobs") or [],
-            logprob_ids=[_token(name) for name in found.get("tokens") or []],
+            logprob_ids=[_token(name) for name in names],
             num_sampled=usage.get("completion_tokens"),
             reason=FINISH.get(str(choice.get("finish_reason")), "error"),
         )

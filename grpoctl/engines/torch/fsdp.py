@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  torch leaves its function untyped
 
 from grpoctl.engines.forward import PackedForward
 from grpoctl.engines.torch.model import TorchPolicy, pick_device

@@ -6,10 +6,10 @@ one to one (another layout, missing or spare tensors) are left to `load_policy`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from safetensors import safe_open
@@ -40,9 +40,13 @@ def empty_policy(folder: Path, *, vocab_size: int, device: str) -> TorchPolicy |
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = cast("Any", AutoConfig).from_pretrained(folder, local_files_only=True)
         with _parameters_nowhere():
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+            module = (
+                cast("Any", AutoModelForCausalLM)
+                .from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+                .eval()
+            )
         found = _shapes(folder)
     except (OSError, ValueError, RuntimeError):
         return None  # what is wrong with it is for `load_policy` to tell
@@ -54,7 +58,7 @@ def empty_policy(folder: Path, *, vocab_size: int, device: str) -> TorchPolicy |
 
 
 @contextmanager
-def _parameters_nowhere() -> Iterator[None]:
+def _parameters_nowhere() -> Generator[None]:
     """Put every parameter that a module registers on the meta device; buffers are computed where they are."""
     register = torch.nn.Module.register_parameter
 
@@ -74,7 +78,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of the folder; one that isn't of floating point has none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
-        with safe_open(str(path), framework="pt") as file:
+        with cast("Any", safe_open(str(path), framework="pt")) as file:
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 part = file.get_slice(name)
                 shapes[name] = tuple(part.get_shape()) if part.get_dtype() in FLOATS else ()
@@ -98,13 +102,13 @@ def fill(policy: TorchPolicy, folder: Path, ranks: Ranks) -> None:
         if ".lora_" not in name
     }
     for path in weight_files(folder):
-        with safe_open(str(path), framework="pt") as file:
+        with cast("Any", safe_open(str(path), framework="pt")) as file:
             names = list(file.keys())
         for name in names:
             start, stop = row_range(parameters[name].shape[0], ranks)
-            with safe_open(
-                str(path), framework="pt"
-            ) as file:  # anew, so that no page of an earlier tensor stays mapped
+            with cast(
+                "Any", safe_open(str(path), framework="pt")
+            ) as file:  # anew: no page of an earlier tensor stays mapped
                 _share(parameters[name]).copy_(file.get_slice(name)[start:stop])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  paths of unknown type
 from torch import Tensor
 
 from grpoctl.engines.torch.fsdp import split_like

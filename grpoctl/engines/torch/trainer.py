@@ -30,7 +30,7 @@ class TorchTrainer:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a scalar loss, summed over all ranks at once, so that no rank holds it whole."""
-        loss.backward()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]  torch leaves its arguments untyped
 
     def step(self, lr: float) -> float | None:
         """Clip, step and clear; return the norm before clipping, or None (and no step) where it isn't finite."""

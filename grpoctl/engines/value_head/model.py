@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  paths of unknown type
 from torch import Tensor
 
 from grpoctl.engines.base import FloatVector, TokenIds, Unit, micro_batches_by_tokens, padded_width
@@ -78,7 +78,8 @@ class RewardModel:
             input_ids[row, : len(ids)] = ids
         last = torch.tensor([len(ids) - 1 for ids in rows], device=self.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            output = self.backbone(input_ids=torch.from_numpy(input_ids).to(self.device), use_cache=False)
+            tensor = cast("Any", torch).from_numpy(input_ids).to(self.device)
+            output = self.backbone(input_ids=tensor, use_cache=False)
         return output.last_hidden_state[torch.arange(len(rows), device=self.device), last].float()
 
     def rewards(self, features: Tensor) -> Tensor:

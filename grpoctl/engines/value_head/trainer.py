@@ -51,7 +51,7 @@ class PreferenceTrainer:
         for part in self._parts(pairs):
             chosen, rejected = self._rewards(part)
             loss = bradley_terry_loss(chosen, rejected).sum() / len(pairs)
-            loss.backward()
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]  torch leaves its arguments untyped
             total += float(loss.detach())
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         clipped_step(self._optimizer, self._parameters, norm, lr=lr, grad_clip=self._grad_clip)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -107,14 +107,16 @@ class VllmSampler:
         inner.step = counted
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _asked(self) -> Generator[None]:
         """Ask the engine something, watched: one that hangs ends the process, one that died is TryAgain."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportUnknownVariableType]  vLLM lives in an environment of its own
+
+        died = cast("type[Exception]", EngineDeadError)
 
         try:
             with watched(self.name, lambda: self._num_steps, patience_seconds=self._patience):
                 yield
-        except EngineDeadError as error:
+        except died as error:
             raise TryAgain("the vLLM engine died; finished shards are kept: rerun (see its own log above)") from error
 
     def reload(self, folder: Path) -> None:
@@ -127,7 +129,7 @@ class VllmSampler:
 
     def use_adapters(self, folder: Path) -> None:
         """Put adapters beside the loaded weights, in the place of earlier ones."""
-        from vllm.lora.request import LoRARequest
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportUnknownVariableType]  as above
 
         self._num_adapters += 1  # a number of its own each time: the prefix cache keeps them apart by it
         self._adapters = LoRARequest(f"adapters-{self._num_adapters}", self._num_adapters, str(folder))
@@ -177,9 +179,9 @@ def _environment(settings: VllmSettings) -> None:
 
 
 def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform  # pyright: ignore[reportUnknownVariableType]  as above
 
-    return bool(current_platform.is_cpu())
+    return bool(cast("Any", current_platform).is_cpu())
 
 
 def _sample(output: Any) -> Sample:

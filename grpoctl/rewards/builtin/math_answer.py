@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from grpoctl.errors import UsageError
 from grpoctl.rewards.builtin.answer import reference_text
@@ -48,10 +48,10 @@ def _equality(reference: str, completion: str) -> float | None:
     )
 
     readers: list[Any] = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    gold: list[Any] = parse(reference, extraction_config=readers)
+    gold = cast("list[Any]", parse(reference, extraction_config=readers))
     if not gold:
         return None
-    return float(verify(gold, parse(completion, extraction_config=readers)))
+    return float(verify(gold, cast("list[Any]", parse(completion, extraction_config=readers))))
 
 
 def _reference(text: str) -> str:

@@ -97,7 +97,7 @@ def _tests(value: Any) -> list[_Test]:
             parsed = json.loads(value)
         except ValueError:
             return [_Test(statements=value)]
-        value = parsed if isinstance(parsed, (list, dict)) else [value]
+        value = cast("Any", parsed) if isinstance(parsed, (list, dict)) else [value]
     if isinstance(value, Mapping):
         pairs = cast("Mapping[str, Any]", value)
         value = [{"input": i, "output": o} for i, o in zip(pairs["inputs"], pairs["outputs"], strict=True)]
@@ -110,6 +110,7 @@ def _tests(value: Any) -> list[_Test]:
 def _test(item: Any) -> _Test:
     if isinstance(item, str):
         return _Test(statements=item)
-    if isinstance(item, Mapping) and {"input", "output"} <= set(item):
-        return _Test(stdin=str(item["input"]), stdout=str(item["output"]))
+    fields = cast("Mapping[str, Any]", item)
+    if isinstance(item, Mapping) and {"input", "output"} <= set(fields):
+        return _Test(stdin=str(fields["input"]), stdout=str(fields["output"]))
     raise ValueError(f"a test is {item!r:.80}; expected Python statements or {{'input': …, 'output': …}}")

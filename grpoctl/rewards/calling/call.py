@@ -100,7 +100,11 @@ class BoundReward:
     def _verl_values(self, sample: RewardSample) -> dict[str, Any]:
         info = sample.source.get("extra_info")
         if info is None or isinstance(info, Mapping):
-            info = {**cast("Mapping[str, Any]", info or {}), "num_turns": None, "rollout_reward_scores": {}}
+            info = {
+                **cast("Mapping[str, Any]", info or {}),
+                "num_turns": None,
+                "rollout_reward_scores": dict[str, Any](),
+            }
         return {
             "data_source": sample.source.get("data_source"),
             self._solution: sample.completion,
@@ -202,7 +206,8 @@ def _openrlhf_outcome(value: Any, *, name: str, seconds: float) -> RewardOutcome
 
 
 def _only(value: Any) -> Any:
-    return cast("Sequence[Any]", value)[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    values = cast("Sequence[Any]", value)
+    return values[0] if isinstance(value, (list, tuple)) and len(values) == 1 else values
 
 
 async def _awaited(value: Any) -> Any:

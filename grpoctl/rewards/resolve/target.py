@@ -91,7 +91,7 @@ def described_target(target: Target, kwargs: Mapping[str, Any]) -> dict[str, Any
     factory = not target.factory and returns_function(_annotation(inspect.signature(function).return_annotation))
     if factory:
         function = function(**kwargs)
-    code = inspect.unwrap(function) if inspect.isroutine(function) else type(function)
+    code = cast("Any", inspect.unwrap(function) if inspect.isroutine(function) else type(function))
     try:
         source = inspect.getsourcefile(code)
     except TypeError:  # a callable from C

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -41,7 +41,9 @@ def _first_error(shards: Sequence[Shard], job: ScoreJob) -> str:
     from grpoctl.artifacts.storage import locate, read_bytes
 
     for shard in shards:
-        table = pq.read_table(pa.BufferReader(read_bytes(locate(job.out).child(shard.part))), columns=["reward_error"])
+        table: pa.Table = cast("Any", pq).read_table(
+            pa.BufferReader(read_bytes(locate(job.out).child(shard.part))), columns=["reward_error"]
+        )
         for message in table.column(0).to_pylist():
             if message is not None:
                 return str(message).splitlines()[0]

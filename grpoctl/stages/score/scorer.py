@@ -137,7 +137,8 @@ def prompt_texts(rollouts: Artifact, references: Sequence[RewardReference]) -> C
 
 def source_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return rows of rollouts whose `source` holds the values of the user's file as they were."""
-    fields = json_fields(table.schema.field("source").type)
+    schema: Any = table.schema
+    fields = json_fields(schema.field("source").type)
     rows: list[dict[str, Any]] = table.to_pylist()
     return [{**row, "source": decoded(row["source"] or {}, fields)} for row in rows] if fields else rows
 
@@ -152,7 +153,8 @@ def reward_sample(
         messages: the prompt column is JSON of a message list
         text_of: turns prompt ids into the text that the model saw, for rewards that are given that
     """
-    source = {name: value for name, value in (row["source"] or {}).items() if name != ROW_FIELD}
+    given: dict[str, Any] = row["source"] or {}
+    source = {name: value for name, value in given.items() if name != ROW_FIELD}
     return RewardSample(
         sample_id=row["sample_id"],
         prompt=json.loads(row["prompt"]) if messages else row["prompt"],

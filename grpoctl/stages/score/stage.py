@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
@@ -147,7 +147,7 @@ def _check_group_size(job: ScoreJob, sampling: Sampling) -> None:
 
 
 def _source_columns(rollouts: Artifact) -> list[str]:
-    return column_names(rollouts.read_shard(0, ["source"]).schema.field("source").type)
+    return column_names(cast("Any", rollouts.read_shard(0, ["source"]).schema).field("source").type)
 
 
 def compute(job: ScoreJob, inputs: ScoreInputs, writer: ArtifactWriter, context: Context) -> Facts:
@@ -187,7 +187,7 @@ def compute(job: ScoreJob, inputs: ScoreInputs, writer: ArtifactWriter, context:
 
 
 @contextmanager
-def _scorer(job: ScoreJob, inputs: ScoreInputs, warm: Warm) -> Iterator[Scorer]:
+def _scorer(job: ScoreJob, inputs: ScoreInputs, warm: Warm) -> Generator[Scorer]:
     """Start the children that call rewards; they end with the block."""
     references = [reference for _, reference in inputs.rewards.functions]
     log_path = Path(job.out) / "_logs" / "rewards.log" if "://" not in job.out else None
@@ -255,8 +255,9 @@ def _token_advantages(job: ScoreJob, logprobs: Artifact | None, scored: Scored, 
     if logprobs is None:
         return [None] * len(scored.rows)
     table = logprobs.read_shard(scored.index)
-    require_same_rows([row["sample_id"] for row in scored.rows], table.column("sample_id").to_pylist(), logprobs.url)
-    result = []
+    found = cast("list[str]", table.column("sample_id").to_pylist())
+    require_same_rows([row["sample_id"] for row in scored.rows], found, logprobs.url)
+    result: list[Any] = []
     for value, old, ref in zip(
         values, table["old_logprobs"].to_pylist(), table["ref_logprobs"].to_pylist(), strict=True
     ):

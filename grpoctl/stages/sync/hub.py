@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,7 +283,7 @@ def _revision(api: HfApi, repository: str, revision: str | None) -> Revision:
         data = None
         if POLICY_RECORD in names:
             with tempfile.TemporaryDirectory() as folder:  # not the hub's cache: a snapshot there must be whole
-                path = api.hf_hub_download(repository, POLICY_RECORD, revision=info.sha, local_dir=folder)
+                path = api.hf_hub_download(repository, POLICY_RECORD, revision=info.sha, local_dir=folder)  # pyright: ignore[reportUnknownMemberType]  as in policies
                 data = Path(path).read_bytes()
     try:
         record = PolicyRecord.model_validate_json(data) if data is not None else None
@@ -295,7 +295,7 @@ def _revision(api: HfApi, repository: str, revision: str | None) -> Revision:
 
 
 @contextmanager
-def hub_errors(url: str) -> Iterator[None]:
+def hub_errors(url: str) -> Generator[None]:
     """Turn what huggingface_hub raises into ours, with the repository in front.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def load_training_rows(
     old_logprobs, reference = empty, empty
     if logprobs is not None:
         computed = logprobs.read()
-        require_same_rows(rows.sample_ids, computed["sample_id"].to_pylist(), logprobs.url)
+        require_same_rows(rows.sample_ids, cast("list[str]", computed["sample_id"].to_pylist()), logprobs.url)
         old_logprobs = float_lists(computed["old_logprobs"])
         reference = float_lists(computed["ref_logprobs"])
         _check_lengths(rows, old_logprobs, f"{logprobs.url}: old_logprobs")
@@ -92,7 +93,7 @@ def _check_lengths(rows: TokenRows, column: Sequence[FloatVector | None], name: 
 
 def _advantages(rows: TokenRows, scores: Artifact) -> list[FloatVector | None]:
     table = scores.read(["sample_id", "advantage", "token_advantages"])
-    require_same_rows(rows.sample_ids, table["sample_id"].to_pylist(), scores.url)
+    require_same_rows(rows.sample_ids, cast("list[str]", table["sample_id"].to_pylist()), scores.url)
     by_token = float_lists(table["token_advantages"])
     _check_lengths(rows, by_token, f"{scores.url}: token_advantages")
     result: list[FloatVector | None] = []

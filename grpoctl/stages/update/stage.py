@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpoctl.artifacts.artifact import ArtifactWriter, open_artifact
+from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from grpoctl.artifacts.lineage import require_made_from
 from grpoctl.artifacts.manifest import PolicyIdentity
 from grpoctl.artifacts.tables import STEPS
@@ -185,7 +185,11 @@ def compute(job: UpdateJob, plan: UpdatePlan, writer: ArtifactWriter, context: C
     trained = dataclasses.replace(trained, seconds=time.monotonic() - started)
     facts = write_update(job, plan, trained, writer, ranks)
     digest = facts.policy.weights_digest if facts.policy else ""
-    return dataclasses.replace(facts, then=lambda artifact: keep_warm(job, context.warm, trainer, artifact, digest))
+
+    def then(artifact: Artifact) -> None:
+        keep_warm(job, context.warm, trainer, artifact, digest)
+
+    return dataclasses.replace(facts, then=then)
 
 
 def _batches(job: UpdateJob, plan: UpdatePlan) -> Iterator[tuple[int, list[int]]]:

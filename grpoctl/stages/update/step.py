@@ -7,11 +7,12 @@ step doesn't depend on how the mini-batch is cut, nor on how many processes shar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from grpoctl.processes.memory import memory_errors
 from grpoctl.processes.ranks import ALONE, Ranks
 from grpoctl.settings.fields import UpdateConfig
 from grpoctl.stages.update.batches import TrainingRows
+
+_from_numpy: Callable[[npt.NDArray[Any]], Tensor] = cast("Any", torch).from_numpy  # torch leaves its argument untyped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +58,8 @@ class StepSums:
     entropy_sum: float = 0.0
     num_tokens: int = 0
     num_micro_batches: int = 0
-    nonfinite_rows: list[int] = field(default_factory=list)
-    tokens: dict[int, dict[str, Any]] = field(default_factory=dict)
+    nonfinite_rows: list[int] = field(default_factory=list[int])
+    tokens: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     @staticmethod
     def total(parts: Sequence[StepSums]) -> StepSums:
@@ -176,7 +179,8 @@ class Step:
             _collect(sums, batch, result, _Extras(kl, weights, entropy))
             terms = result.loss if kl is None else result.loss + config.kl_coef * kl
             bad = ~torch.isfinite(torch.where(batch.completion_mask, terms, 0.0)).all(dim=-1)
-            sums.nonfinite_rows += [members[i] for i in bad.nonzero()[:, 0].tolist()]
+            places: list[int] = cast("Any", bad.nonzero()[:, 0]).tolist()
+            sums.nonfinite_rows += [members[i] for i in places]
             if self.settings.keep_tokens:
                 _keep(sums, batch, logprobs, result, kl)
 
@@ -232,15 +236,15 @@ def _matrices(data: TrainingRows, members: list[int], device: torch.device) -> _
         if any(column[row] is None for row in members):
             return None
         values = np.zeros(filled.shape, dtype=np.float32)
-        values[filled] = np.concatenate([column[row] for row in members])  # type: ignore[arg-type]
-        return torch.from_numpy(values).to(device)
+        values[filled] = np.concatenate(cast("list[FloatVector]", [column[row] for row in members]))
+        return _from_numpy(values).to(device)
 
     advantages, denominator = matrix(data.advantages), matrix(data.denominator_logprobs)
     assert advantages is not None and denominator is not None
     return _Matrices(
         rows=members,
-        filled=torch.from_numpy(filled).to(device),
-        completion_mask=torch.from_numpy(mask).to(device),
+        filled=_from_numpy(filled).to(device),
+        completion_mask=_from_numpy(mask).to(device),
         advantages=advantages,
         denominator=denominator,
         old=matrix(data.old_logprobs),
@@ -283,7 +287,7 @@ def _keep(sums: StepSums, batch: _Matrices, logprobs: Tensor, result: TokenLoss,
     if kl is not None:
         parts["kl"] = kl.detach()
     arrays = {name: part.cpu().numpy() for name, part in parts.items()}
-    lengths = batch.filled.sum(dim=-1).tolist()
+    lengths: list[int] = cast("Any", batch.filled.sum(dim=-1)).tolist()
     for place, row in enumerate(batch.rows):
         sums.tokens[row] = {name: array[place, : lengths[place]] for name, array in arrays.items()}
 
