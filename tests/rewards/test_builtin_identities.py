@@ -14,8 +14,8 @@ CODE = {
     "answer": "ec96e0e156df635bb45679fc85d3ebd61df76a80f7029aaafa9a74dbe351414f",
     "gsm8k": "254a9034298c2b775a88da19946da32bc386d033ef2086a0d7158d7f127933dd",
     "length": "de07960cafebce8f43aaa0db94cf3de31c78af6767fbac77f508d3e01790857b",
-    "math_answer": "c735d3baecd5383f51383b4574b92091001b730c2be2729cadc6ace19cab3306",
-    "programs": "689a538cf9411649c998e2828274057fd7839f88921573c443e35174712b20e9",
+    "math_answer": "ec747a7772bf0b1e314228d66393f3608ce89e8957fc29a264b3681c9d87ed46",
+    "programs": "3a4f2bb2e9a66978af7d6ae5ab0f2b817526c3d6514612d6fe3a33d49ec0d3a9",
     "repetition": "c7ba237d219a32297bb3d76ce7f352ec59bb05a9b3a353b2ca1a9b196a6e77b0",
 }
 """sha256 of each file's code without imports, docstrings and comments."""

@@ -12,6 +12,7 @@ import pytest
 from processes_of import wait_until
 
 from grpoctl.errors import PluginFailed
+from grpoctl.rewards.calling import scheduler
 from grpoctl.rewards.calling.pool import RewardPool
 from grpoctl.rewards.resolve.reference import resolve_reward
 from grpoctl.rewards.sample import RewardOutcome, RewardSample
@@ -222,7 +223,8 @@ def test_a_batch_function_that_changes_its_lists_harms_nobody():
 @pytest.mark.parametrize(
     ("function", "status"), [("batch_raises", "error"), ("batch_hangs", "timeout"), ("batch_dies", "crash")]
 )
-def test_a_failing_batch_is_split_into_groups_and_then_rows(function, status):
+def test_a_failing_batch_is_split_into_groups_and_then_rows(monkeypatch, function, status):
+    monkeypatch.setattr(scheduler, "WARM_UP_SECONDS", 1.0)
     outcomes = scored(function, ["a", "b", "c", "bad", *"efgh"], group_size=2, timeout_seconds=4.0)
     assert [o.status for o in outcomes] == ["ok", "ok", "ok", status, "ok", "ok", "ok", "ok"]
     assert [o.reward for o in outcomes] == [2.0, 2.0, 1.0, None, 2.0, 2.0, 2.0, 2.0]
@@ -234,7 +236,22 @@ def test_order_is_kept_over_several_workers_and_tasks():
     assert [o.reward for o in outcomes] == [float(n) for n in lengths]
 
 
-def test_too_many_failures_end_the_stage_early():
+def test_a_first_call_that_imports_has_a_deadline_of_its_own(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\nstate = []\ndef slow(completion):\n"
+        "    if not state:\n        time.sleep(3)  # as importing sympy takes on a busy machine\n        state.append(1)\n"
+        "    if completion == 'bad':\n        time.sleep(3600)\n    return 1.0\n"
+    )
+    reference = resolve_reward(f"{slow}:slow")
+    with RewardPool([reference], num_workers=1, timeout_seconds=2.0) as pool:
+        outcomes = pool.score("slow", samples(["a", "b", "bad", "c", "d"]))  # after the bad one a child warms up anew
+    assert [o.status for o in outcomes] == ["ok", "ok", "timeout", "ok", "ok"]
+    assert outcomes[2].error == "no answer within 2 s; its process was killed"
+
+
+def test_too_many_failures_end_the_stage_early(monkeypatch):
+    monkeypatch.setattr(scheduler, "WARM_UP_SECONDS", 0.5)
     reference = resolve_reward(f"{TORTURE}:hang")
     with (
         RewardPool([reference], num_workers=1, timeout_seconds=0.5) as pool,

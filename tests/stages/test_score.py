@@ -69,3 +69,26 @@ def test_a_key_reaches_the_reward_that_it_is_named_for(work: Path, monkeypatch: 
     assert grpoctl("score", "--reward", "r.py:with_key", "--out", "without").code == 6
     done("score", "--reward", "r.py:with_key", "--out", "with", "--set", "runtime.reward_environment=[JUDGE_API_KEY]")
     assert rows("with")[0]["reward"] >= 5.0
+
+
+NOISY = """
+import os, sys, warnings
+print("imported")
+sys.stderr.write("to stderr\\n")
+def noisy(completion):
+    print("scoring", completion[:5])
+    warnings.warn("careful")
+    os.system("echo from a shell; echo and its stderr >&2")
+    return float(len(completion) % 3)
+"""
+
+
+def test_what_a_reward_prints_is_kept_beside_its_scores(work: Path) -> None:
+    Path("r.py").write_text(NOISY)
+    outcome = done("score", "--reward", "r.py:noisy", "--out", "deep/new", "--json")
+    assert outcome.record["state"] == "done"
+    said = Path("deep/new/_logs/rewards.log").read_text()
+    assert all(
+        words in said for words in ("imported", "to stderr", "scoring ", "careful", "from a shell", "and its stderr")
+    )
+    assert "scoring" not in outcome.err

@@ -58,6 +58,7 @@ class OutputLog:
             return
         kept = printed[: self._left]
         self._left -= len(kept)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             file.write(kept)
             if self._left <= 0:
@@ -70,6 +71,8 @@ class WorkerLink:
     def __init__(self, log: OutputLog, *, environment: Mapping[str, str], max_processes: int) -> None:
         self.loaded: set[str] = set()
         """Names of the rewards that this child has loaded."""
+        self.called: set[str] = set()
+        """Names of those that have answered, or should have: their libraries are imported."""
         self.output_closed = False
         """The child and all that it started have closed their stdout and stderr."""
         self._log = log

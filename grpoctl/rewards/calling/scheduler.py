@@ -23,6 +23,8 @@ from grpoctl.rewards.sample import FAILED_STATUSES, RewardOutcome, RewardSample
 
 IMPORT_SECONDS: Final = 300.0
 """Deadline of importing a reward's module: torch on a cold disk takes a minute."""
+WARM_UP_SECONDS: Final = 60.0
+"""What the first call of a reward may take on top of its deadline: many import their libraries there."""
 _BATCH_ROWS: Final = 64
 _LARGEST_ROW_TASK: Final = 256
 _TICK_SECONDS: Final = 0.1
@@ -57,6 +59,8 @@ class Workers:
     def __init__(self, limit: int, start: Callable[[], WorkerLink]) -> None:
         self.limit = limit
         self.running: list[Worker] = []
+        self.spare_seconds: dict[str, float] = {}
+        """By reward: what a child's first call gets on top, twice what the first one ever took."""
         self._start = start
 
     def idle(self) -> Worker | None:
@@ -159,7 +163,21 @@ class ScoringRun:
 
     def _restart_clock(self, worker: Worker) -> None:
         worker.row_start = time.monotonic()
-        worker.deadline = worker.row_start + self._seconds
+        worker.deadline = worker.row_start + self._allowed_seconds(worker)
+
+    def _allowed_seconds(self, worker: Worker) -> float:
+        """Return how long the call at hand may take: the deadline, and what a child's first call gets on top."""
+        name = self._call.name
+        if name in worker.link.called or self._call.kind == "http":
+            return self._seconds
+        return self._seconds + self._workers.spare_seconds.get(name, WARM_UP_SECONDS)
+
+    def _note_first_call(self, worker: Worker, *, answered: bool) -> None:
+        """Remember what a child's first call took; one that never answered won't by waiting longer."""
+        if self._call.name not in worker.link.called:
+            worker.link.called.add(self._call.name)
+            took = time.monotonic() - worker.row_start
+            self._workers.spare_seconds.setdefault(self._call.name, 2 * took if answered else 0.0)
 
     def _wait(self) -> None:
         """Sleep until a child has something to say or a deadline comes; a tick at most, for children that died silently."""
@@ -205,6 +223,7 @@ class ScoringRun:
             worker.began = True
             self._restart_clock(worker)
         elif kind == "row":
+            self._note_first_call(worker, answered=True)
             self._settle(task.rows[worker.num_done], RewardOutcome(**message))
             worker.num_done += 1
             self._restart_clock(worker)
@@ -218,7 +237,9 @@ class ScoringRun:
         """Kill a dead or late worker, blame the row or batch that it was at, and put the rest back."""
         task = worker.task
         worker.task = None
-        seconds = time.monotonic() - worker.row_start
+        seconds, allowed = time.monotonic() - worker.row_start, self._allowed_seconds(worker)
+        if worker.began and status == "timeout":
+            self._note_first_call(worker, answered=False)
         ending = self._workers.discard(worker, is_ending=status == "crash")
         if task is None:
             return
@@ -230,7 +251,7 @@ class ScoringRun:
         if not worker.began:
             self._pending.appendleft(task)
             return
-        error = f"no answer within {self._seconds:g} s; its process was killed" if status == "timeout" else ending
+        error = f"no answer within {allowed:.3g} s; its process was killed" if status == "timeout" else ending
         failure = RewardOutcome(reward=None, status=status, error=error, seconds=seconds)
         left = task.rows[worker.num_done :]
         if self._batched:
