@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT: Final = 20.0
+from grpoctl.algorithms.log_ratio import within_limit
+
 CORRECTIONS: Final = ("none", "tis", "mis", "icepop")
 LEVELS: Final = ("token", "sequence")
 
@@ -55,7 +56,7 @@ def correction_weights(
         return torch.where(mask, zero + 1, zero)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(log_ratio)
-    weights = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    weights = torch.exp(within_limit(log_ratio))
     if correction == "tis":
         weights = weights.clamp(min=floor, max=cap)
     else:

@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT: Final = 20.0
+from grpoctl.algorithms.log_ratio import within_limit
+
 K3_LIMIT: Final = 10.0
 
 ALIASES: Final = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -71,5 +72,5 @@ def _estimate(logprobs: Tensor, ref_logprobs: Tensor, name: str, clamped: bool) 
     log_ratio = ref_logprobs - logprobs
     if not clamped:
         return torch.exp(log_ratio) - log_ratio - 1
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return (torch.exp(log_ratio) - log_ratio - 1).clamp(-K3_LIMIT, K3_LIMIT)
+    log_ratio = within_limit(log_ratio)
+    return (torch.exp(log_ratio) - log_ratio - 1).clamp(max=K3_LIMIT)

@@ -13,7 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT: Final = 20.0
+from grpoctl.algorithms.log_ratio import within_limit
+
 SEQUENCE_LOG_RATIO_LIMIT: Final = 10.0
 
 
@@ -105,7 +106,7 @@ def policy_loss(
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return within_limit(logprobs - old_logprobs)
 
 
 def _nowhere(like: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def geo_mean(
     advantage = advantages.sum(dim=-1, keepdim=True) / lengths
     return TokenLoss(
         loss=(-advantage * ratio).expand_as(logprobs),
-        ratio=torch.exp(log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)),
+        ratio=torch.exp(within_limit(log_ratio).detach()),
         clipped_low=(log_ratio < -settings.clip_low) & (advantages < 0),
         clipped_high=(log_ratio > settings.clip_high) & (advantages > 0),
     )

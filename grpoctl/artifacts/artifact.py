@@ -123,7 +123,7 @@ class Artifact:
             place = self.location.child(file.path)
             if not exists(place):
                 raise InputRefused(
-                    f"{place.url}: missing, but the manifest names it (pruned by gc?); remove "
+                    f"{place.url}: missing, but the manifest names it (dropped by runtime.keep_states?); remove "
                     f"{self.url} and rerun its stage"
                 )
             get_file(place, local)

@@ -11,6 +11,7 @@ from typing import Final, NoReturn
 import typer
 
 from grpoctl import __version__
+from grpoctl.errors import GrpoctlError
 from grpoctl.processes import launcher
 from grpoctl.processes.stop import STOP
 from grpoctl.stages.registry import STAGES
@@ -69,6 +70,7 @@ def _stub(name: str) -> Callable[[], None]:
 
 def main() -> NoReturn:
     """Run the command that the arguments name."""
+    launcher.open_standard_streams()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads on a busy machine cost ten times the work
     selected = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     if selected in (*STAGES, *STOPPABLE):
@@ -78,6 +80,10 @@ def main() -> NoReturn:
         code: object = 0
     except SystemExit as ending:
         code = ending.code
+    except GrpoctlError as error:  # stopped while the command's own module was still being imported
+        if not launcher.has_speaker():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
     if isinstance(code, int):
         launcher.end(code)
     sys.exit(code)  # pyright: ignore[reportArgumentType]  what SystemExit carried

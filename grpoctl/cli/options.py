@@ -27,7 +27,10 @@ COMMON: Final[dict[str, tuple[Any, Any]]] = {
     "result_file": (str | None, typer.Option("--result-file", metavar="PATH", help="Write that JSON line to a file.")),
     "verbose": (bool, typer.Option("--verbose", "-v", help="Tell more on stderr.")),
 }
-SHARDS: Final = (str | None, typer.Option("--shards", metavar="A-B/N", help="Write only shards A to B of N, from 0."))
+SHARDS: Final = (
+    str | None,
+    typer.Option("--shards", metavar="A-B/N", help="Write only shards A to B (or A/N: one) of N, from 0."),
+)
 
 
 def argument(metavar: str) -> tuple[Any, Any]:

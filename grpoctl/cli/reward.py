@@ -24,7 +24,7 @@ def _group() -> None:
 @reward_app.command("test")
 def test(  # noqa: PLR0917 - typer reads options from parameters
     ref: Annotated[str, typer.Argument(metavar="REF", help="Reward, as in score --reward.")],
-    data: Annotated[str, typer.Option("--data", metavar="FILE", help="Parquet or JSONL file, or a rollouts artifact.")],
+    data: Annotated[str, typer.Option("--data", metavar="FILE", help="Data file, or a rollouts artifact.")],
     completion_column: Annotated[
         str | None,
         typer.Option("--completion-column", metavar="C", help="Column with completions [default: completion]."),
@@ -37,6 +37,12 @@ def test(  # noqa: PLR0917 - typer reads options from parameters
     kwarg: Annotated[
         list[str] | None, typer.Option("--kwarg", metavar="KEY=VALUE", help="Argument bound on every call; repeatable.")
     ] = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--environment", metavar="NAME", help="Variable let through although it looks secret; repeatable."
+        ),
+    ] = None,
     timeout_seconds: Annotated[float, typer.Option("--timeout", metavar="S", help="Deadline of a call.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line on stdout.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tell more on stderr.")] = False,
@@ -45,9 +51,9 @@ def test(  # noqa: PLR0917 - typer reads options from parameters
     values = {"json": as_json, "verbose": verbose}
 
     def body(_: dict[str, Any]) -> None:
-        reference = _resolve(ref, signature, kwarg or [])
+        reference = _resolve(ref, signature, kwarg or [], environment or [])
         samples = _samples(data, reference, completion_column, prompt_column, num_rows)
-        rows = _score(reference, samples, timeout_seconds)
+        rows = _score(reference, samples, timeout_seconds, environment or [])
         if not as_json:
             _show(reference, rows)
         failed = sum(row["reward_status"] not in ("ok", "unscorable") for row in rows)
@@ -58,7 +64,7 @@ def test(  # noqa: PLR0917 - typer reads options from parameters
     guarded(body, values)
 
 
-def _resolve(ref: str, signature: str, kwargs: Sequence[str]) -> Any:
+def _resolve(ref: str, signature: str, kwargs: Sequence[str], environment: Sequence[str]) -> Any:
     from ruamel.yaml import YAML
 
     from grpoctl.rewards.resolve.reference import resolve_reward
@@ -69,7 +75,7 @@ def _resolve(ref: str, signature: str, kwargs: Sequence[str]) -> Any:
         if not separator:
             raise UsageError(f"--kwarg {item}: expected KEY=VALUE")
         bound[key] = cast("Any", YAML(typ="safe", pure=True)).load(text)
-    return resolve_reward(ref, signature=signature, kwargs=bound)
+    return resolve_reward(ref, signature=signature, kwargs=bound, keep_environment=environment)
 
 
 def _samples(
@@ -126,12 +132,14 @@ def _completion(row: Mapping[str, Any], column: str | None, data: str) -> str:
     return value
 
 
-def _score(reference: Any, samples: Sequence[Any], timeout_seconds: float) -> list[dict[str, Any]]:
+def _score(
+    reference: Any, samples: Sequence[Any], timeout_seconds: float, environment: Sequence[str]
+) -> list[dict[str, Any]]:
     from grpoctl.rewards.calling.pool import RewardPool
     from grpoctl.rewards.resolve.columns_check import check_columns
 
     check_columns(reference, sorted({name for sample in samples for name in sample.source}))
-    with RewardPool([reference], num_workers=1, timeout_seconds=timeout_seconds) as pool:
+    with RewardPool([reference], num_workers=1, timeout_seconds=timeout_seconds, keep_environment=environment) as pool:
         outcomes = pool.score(reference.name, samples)
     return [
         {

@@ -202,13 +202,14 @@ def _remote_files(location: Location) -> list[str]:
 
 
 def policy_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a policy folder that aren't weights, sorted: config, tokenizer, template, generation config."""
+    """Yield the files that an update carries over unchanged, sorted: config, tokenizer, template, generation config."""
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in {".json", ".txt", ".jinja", ".model"} and not _is_weights(path):
+        if path.is_file() and path.suffix in {".json", ".txt", ".jinja", ".model"} and not _belongs_to_weights(path):
             yield path
 
 
-def _is_weights(path: Path) -> bool:
+def _belongs_to_weights(path: Path) -> bool:
+    """Return whether a file tells of these very weights, so that other weights need another."""
     return path.name in {POLICY_RECORD, PROBE_RECORD, MANIFEST_NAME} or path.name.endswith(".safetensors.index.json")
 
 

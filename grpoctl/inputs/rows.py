@@ -79,7 +79,7 @@ def files_of(path: str, split: str | None = None) -> list[Location]:
     if filesystem.isdir(location.path):
         artifact = read_manifest(path)
         if artifact is not None:
-            raise InputRefused(f"{path}: holds {artifact.manifest.table}, expected prompt files; name the right folder")
+            raise InputRefused(f"{path}: holds {artifact.manifest.table}, expected data files; name the right folder")
         names = sorted(str(name) for name in filesystem.find(location.path))
         refuse_our_files(path, names)
         found = [name for name in names if _is_data(name)]
@@ -114,8 +114,8 @@ def _of_split(path: str, names: dict[str, str], split: str | None) -> list[str]:
     if split is None and len(by_split) > 1:
         rest = " and files of none" if None in by_split else ""
         raise InputRefused(
-            f"{path}: holds the splits {', '.join(known)}{rest}, which are never read as one; choose with --set "
-            "prompts.split=…, or name a file"
+            f"{path}: holds the splits {', '.join(known)}{rest}, which are never read as one; name one split's "
+            "folder or file, or of prompts choose with --set prompts.split=…"
         )
     return by_split[split] if split is not None else next(iter(by_split.values()))
 

@@ -112,6 +112,7 @@ class Pipeline:
 
     def plan(self) -> Iterator[str]:
         """Yield a line for each stage of each iteration: done, or to be run."""
+        self.origin = self._stored_origin() or self.origin
         start = self.origin.iteration if self.origin else 0
         for iteration in range(start, self.config.iterations):
             for stage in self._stages(self.config):
@@ -126,12 +127,8 @@ class Pipeline:
 
     def _settled_origin(self) -> Origin | None:
         """Remember where a run branched off, so that continuing it needs no --from."""
-        place = locate(self.config.run_dir).child(ORIGIN)
-        data = read_if_there(place)
-        if data is not None:
-            stored = Origin(**json.loads(data))
-            if self.origin is not None and self.origin != stored:
-                raise Conflict(f"{place.url}: this run branched off {stored.run_dir}, not {self.origin.run_dir}")
+        stored = self._stored_origin()
+        if stored is not None:
             return stored
         if self.origin is not None:
             if self.origin.iteration >= self.config.iterations:
@@ -145,8 +142,23 @@ class Pipeline:
                     f"`grpoctl status {self.origin.run_dir}`"
                 )
             facts = {"run_dir": self.origin.run_dir, "iteration": self.origin.iteration, "stage": self.origin.stage}
-            create_exclusively(place, json.dumps(facts).encode())
+            create_exclusively(locate(self.config.run_dir).child(ORIGIN), json.dumps(facts).encode())
         return self.origin
+
+    def _stored_origin(self) -> Origin | None:
+        """Return where this run branched off when it began.
+
+        Raises:
+            Conflict: `--from` says another place.
+        """
+        place = locate(self.config.run_dir).child(ORIGIN)
+        data = read_if_there(place)
+        if data is None:
+            return None
+        stored = Origin(**json.loads(data))
+        if self.origin is not None and self.origin != stored:
+            raise Conflict(f"{place.url}: this run branched off {stored.run_dir}, not {self.origin.run_dir}")
+        return stored
 
     def _locked(self, iteration: int) -> PipelineConfig:
         """Return the iteration's config: the one it began with, which an edited file can't change behind its back."""

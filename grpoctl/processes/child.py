@@ -7,6 +7,7 @@ everything that the process started.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from grpoctl.processes import guardian
-from grpoctl.processes.guardian import GROUP, TOO_MANY_PROCESSES
+from grpoctl.processes.guardian import END, GROUP, TOO_MANY_PROCESSES
+from grpoctl.processes.tree import descendants
 
 KILL_SECONDS: Final = 15.0
 """How long a whole tree may take to be gone after it is killed."""
@@ -50,7 +52,7 @@ class Child:
             max_processes: it is killed when there are more below it; 0 for no limit
             expendable: the first to go when memory runs out
         """
-        held, self._lifeline = os.pipe()
+        held, self._lifeline = _pipe()
         limits = [str(held), str(os.getpid()), str(max_processes), str(int(expendable))]
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -98,16 +100,29 @@ class Child:
     def kill(self) -> int:
         """Kill it with everything that it started, and wait; return the exit code."""
         if self._lifeline >= 0:
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(self._lifeline, bytes([END]))  # closing isn't enough: a fork of ours may hold a copy
             os.close(self._lifeline)
             self._lifeline = -1
         if self.wait(KILL_SECONDS) is None:
-            self._process.kill()
+            for process in (*descendants(self._process.pid), self._process.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
         code = self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
         return code
+
+
+def _pipe() -> tuple[int, int]:
+    """Return the ends of a pipe, neither of them numbered as a standard stream: a guardian puts those elsewhere."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
 
 
 def how_it_ended(code: int) -> str:

@@ -2,11 +2,12 @@
 
 Run as a file by a bare interpreter, so it imports nothing of ours but the file beside it. Its arguments: the descriptor of
 the lifeline (a pipe whose other end we hold), the limits, and the command. A byte on the lifeline is a signal for the
-command (from 128 on: for its process group); the lifeline's end is ours. It ends as the command ended.
+command (from 128 on: for its process group), or END; the lifeline's end is ours. It ends as the command ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -15,7 +16,14 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from grpoctl.processes.tree import adopt_orphans, be_expendable, descendants, die_with_parent, kill_descendants
+from grpoctl.processes.tree import (
+    adopt_orphans,
+    be_expendable,
+    descendants,
+    die_with_parent,
+    kill_descendants,
+    open_descriptors,
+)
 
 TOO_MANY_PROCESSES = 222
 """Exit code where the command was ended for starting too many processes."""
@@ -23,7 +31,12 @@ NOT_STARTED = 127
 """Exit code where the command can't be started."""
 GROUP = 128
 """Added to a signal that is meant for the command's process group."""
+END = 0
+"""The byte that asks for the end of the command and all below it."""
 TICK_SECONDS = 0.1
+MEANT_FOR_THE_COMMAND = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Ignored by this interpreter, but not by those that started it."""
 
 
 def main() -> None:
@@ -31,16 +44,26 @@ def main() -> None:
     lifeline, parent, max_processes, expendable = map(int, sys.argv[1:5])
     adopt_orphans()
     guardian = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_THE_COMMAND)  # until both know what to do with them
     command = os.fork()
     if command == 0:
         os.close(lifeline)
         os.setsid()
+        _answer_signals_as_a_new_program()
         die_with_parent(guardian)
         if expendable:
             be_expendable()
         _become(sys.argv[5:])
     _let_go_of_all_but(lifeline)
     _follow(command, lifeline, parent, max_processes)
+
+
+def _answer_signals_as_a_new_program() -> None:
+    for number in CHANGED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_COMMAND)
 
 
 def _become(words: list[str]) -> None:
@@ -56,10 +79,13 @@ def _let_go_of_all_but(lifeline: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
-    os.closerange(3, lifeline)
-    os.closerange(lifeline + 1, os.sysconf("SC_OPEN_MAX"))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in open_descriptors():
+        if number > 2 and number != lifeline:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(number)
+    for number in MEANT_FOR_THE_COMMAND:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_COMMAND)
 
 
 def _follow(command: int, lifeline: int, parent: int, max_processes: int) -> None:
@@ -89,11 +115,11 @@ def _pass_on(lifeline: int, command: int) -> bool:
         wanted = os.read(lifeline, 64)
     except BlockingIOError:
         return True
+    if END in wanted:
+        return False
     for byte in wanted:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
             os.killpg(command, byte - GROUP) if byte >= GROUP else os.kill(command, byte)
-        except ProcessLookupError:
-            continue
     return bool(wanted)
 
 

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-from grpoctl.errors import TryAgain, UsageError
+from grpoctl.errors import Interrupted, TryAgain, UsageError
 from grpoctl.processes.child import Child
 from grpoctl.processes.stop import StopFlag
 from grpoctl.processes.wire import error_of, is_error
@@ -39,8 +39,10 @@ class Interpreter:
 
         Raises:
             GrpoctlError: as it was raised there.
+            Interrupted: we were asked to stop before it could be, or it ended of that.
             TryAgain: the child died.
         """
+        stop.check()
         child = self._start()
         try:
             child.stdin.write(json.dumps(request).encode() + b"\n")
@@ -53,6 +55,9 @@ class Interpreter:
             child.wait(CLOSE_SECONDS)  # its output has ended, and so will it
             code = child.kill()
             self._child = None
+            if stop.signal_number is not None:
+                message = "stopped; finished shards are kept, rerun to continue"
+                raise Interrupted(message, signal_number=stop.signal_number)
             raise TryAgain(f"{what}: {self.python} ended with status {code}; finished shards are kept: rerun")
         answer = json.loads(line)
         if is_error(answer):

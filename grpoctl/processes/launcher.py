@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from typing import Final, NoReturn
@@ -32,13 +33,27 @@ def has_speaker() -> bool:
     return STARTED_BY in os.environ
 
 
+def open_standard_streams() -> None:
+    """Put the null device where standard input, output or error is closed, lest the next file or pipe takes its number."""
+    opened = os.open(os.devnull, os.O_RDWR)
+    while opened <= 2:
+        opened = os.dup(opened)
+    os.close(opened)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def end(code: int) -> NoReturn:
     """End this process at once, after what was registered for its end has run.
 
     The interpreter's own teardown is left out: libraries' threads (gloo's, now and then pyarrow's) abort there, with all
     work done and said.
     """
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  there is no public name
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  there is no public name
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone, or it is closed
+                stream.flush()
+    finally:
+        os._exit(code)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from grpoctl.errors import GrpoctlError, PeerFailed
+from grpoctl.errors import GrpoctlError, Interrupted, PeerFailed
 from grpoctl.processes import launcher
 from grpoctl.processes.child import Child
 from grpoctl.processes.stop import StopFlag
@@ -48,14 +48,15 @@ def run_ranks(stage: str, words: Sequence[str], count: int, *, stop: StopFlag) -
         children: list[Child] = []
         try:
             for rank, record in enumerate(records):
+                stop.check()
                 said = [sys.executable, "-m", "grpoctl", stage, *words, "--json", "--result-file", str(record)]
                 children.append(Child(said, environment=_variables(rank, count, port), stdout=subprocess.DEVNULL))
             _wait(children, stop)
         finally:
             ended = [child.kill() for child in children]
-        codes = [_exit_code(code, record) for code, record in zip(ended, records, strict=True)]
+        codes = [_exit_code(code, record, stop) for code, record in zip(ended, records, strict=True)]
         if any(codes):
-            raise _failure(stage, codes, records)
+            raise _failure(stage, codes, records, stop)
         return json.loads(records[0].read_bytes())
 
 
@@ -97,18 +98,21 @@ def _wait(children: Sequence[Child], stop: StopFlag) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _exit_code(code: int, record: Path) -> int:
+def _exit_code(code: int, record: Path, stop: StopFlag) -> int:
     """Return the exit code; a process that was killed (by the kernel, for memory) asks to be tried again.
 
-    One that has said it is done is done, even where a library's threads abort it while it exits (gloo's do, at times).
+    One that was stopped before it could say so has stopped. One that has said it is done is done, even where a library's
+    threads abort it while it exits (gloo's do, at times).
     """
     if code >= 0:
         return code
     done = record.is_file() and not is_error(json.loads(record.read_bytes()))
+    if stop.signal_number == -code and not done:
+        return 128 - code
     return 0 if done else 75
 
 
-def _failure(stage: str, codes: Sequence[int], records: Sequence[Path]) -> GrpoctlError:
+def _failure(stage: str, codes: Sequence[int], records: Sequence[Path], stop: StopFlag) -> GrpoctlError:
     """Return the error of the process that tells what happened, as it said it."""
     failed = [rank for rank, code in enumerate(codes) if code]
 
@@ -119,6 +123,8 @@ def _failure(stage: str, codes: Sequence[int], records: Sequence[Path]) -> Grpoc
 
     worst = min(failed, key=telling)
     if not records[worst].is_file():
+        if stop.signal_number is not None and codes[worst] == 128 + stop.signal_number:
+            return Interrupted("stopped; rerun to continue", signal_number=stop.signal_number)
         message = f"{stage}: process {worst} of {len(codes)} ended without a message (see above); nothing was committed"
         return PeerFailed(message, exit_code=codes[worst])
     return error_of(json.loads(records[worst].read_bytes()))

@@ -19,18 +19,28 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        self._is_passed_on = False
 
-    def install(self) -> None:
-        """Catch both signals; only possible on the main thread."""
+    def install(self, *, is_passed_on: bool | None = None) -> None:
+        """Catch both signals; only possible on the main thread.
+
+        Args:
+            is_passed_on: whether the process that started this one passes its signals on and ends it itself where that
+                must be at once. A supervisor that signals every process (systemd, Slurm) then reaches this one twice with
+                one request. By default: where a launcher started it.
+        """
+        self._is_passed_on = launcher.is_launched() if is_passed_on is None else is_passed_on
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
             signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_number is not None:
+            if self._is_passed_on:
+                return
             raise Interrupted("stopped at once; finished shards are kept, rerun to continue", signal_number=number)
         self.signal_number = number
-        if not launcher.has_speaker():
+        if not self._is_passed_on:
             print("stopping after the current shard; once more to stop at once", file=sys.stderr)
 
     def check(self) -> None:

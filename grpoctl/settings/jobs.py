@@ -1,6 +1,6 @@
 """Jobs: the inputs, output and settings of one stage, and the pipeline file that holds the settings of all.
 
-What a command's flags, a section of a pipeline file and a line to a stage worker all become.
+What a command's flags, a section of a pipeline file and a line to a stage's interpreter all become.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class RewardModelJob(Job):
     runs_forward: ClassVar[bool] = True
 
     preferences: Annotated[str | None, Flag("--preferences")] = None
-    """Parquet or JSONL file, folder or glob with chosen and rejected, and prompt where they don't hold it."""
+    """Data file, folder or glob with chosen and rejected, and prompt where they don't hold it."""
     base: Annotated[str, Flag("--base")] = "builtin:tiny"
     """Language model REF that gets the head: folder, fsspec URL, hub id (org/name@revision) or builtin:tiny."""
     seed: Annotated[int, Field(ge=0), Flag("--seed")] = 0

@@ -18,6 +18,7 @@ from grpoctl.settings.runtime import RuntimeConfig
 log = logging.getLogger("grpoctl")
 Item = TypeVar("Item")
 PROGRESS_SECONDS: Final = 30.0
+"""The least time between two lines of progress where there is no bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class ShardRange:
         first, dash, last = left.partition("-")
         numbers = [first, last if dash else first, total]
         if not separator or not all(number.isdigit() for number in numbers):
-            raise UsageError(f"--shards {text}: expected A-B/N, as in 0-3/16")
+            raise UsageError(f"--shards {text}: expected A-B/N or A/N, as in 0-3/16")
         result = ShardRange(first=int(numbers[0]), last=int(numbers[1]), total=int(numbers[2]))
         if not result.first <= result.last < result.total:
             raise UsageError(f"--shards {text}: expected 0 ≤ A ≤ B < N")
@@ -92,7 +93,7 @@ class Context:
         return list(range(num_shards)) if self.shards is None else self.shards.indices(num_shards)
 
     def follow(self, items: Sequence[Item], label: str) -> Iterator[Item]:
-        """Yield items, checking for a stop request before each and telling progress on stderr."""
+        """Yield items, checking for a stop request before each and telling progress on stderr, after an item."""
         started = told = time.monotonic()
         for number, item in enumerate(_with_bar(items, label, quiet=self.quiet)):
             with self.ranks.agreed():  # a signal to one process stops all of them, before the same item

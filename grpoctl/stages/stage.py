@@ -202,6 +202,7 @@ def _prepare(
     done = stage.already(job, inputs, work, context)
     if done is not None:
         return done, work
+    context.selected(work.num_shards)
     prepared = stage.prepare(job, inputs, context)
     if not context.dry_run:
         return prepared, work

@@ -237,3 +237,8 @@ def test_a_batch_without_signal_is_passed_on_where_that_is_asked_for_and_trainin
     done("score", "--rollouts", "next", "--reward", "by_length.py:by_length", "--out", "next-scores")
     done("update", *again, "--scores", "next-scores", "--lr", "1e-4", "--out", "moved")
     assert rows("moved")[0]["global_step"] == 1
+
+
+def test_an_update_is_one_shard(work: Path) -> None:
+    assert_refused(update("--shards", "3/7"), 2, where="--shards", found="has 1 shards")
+    assert update("--shards", "0/1").code == 0

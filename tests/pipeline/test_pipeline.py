@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from addition import QUICKSTART
 
 from grpoctl.artifacts.artifact import read_manifest
 from grpoctl.errors import Conflict, UsageError
 from grpoctl.inputs.policies import open_policy
 from grpoctl.pipeline.report import reward_curve, status_lines
 from grpoctl.pipeline.run import Origin, Pipeline
+from grpoctl.settings.jobs import PipelineConfig
+from grpoctl.settings.load import load_job
+from grpoctl.stages.context import Context
 from grpoctl.stages.registry import artifact_folders
 
 SMALL = ("rollout.prompts_per_iteration=4", "rollout.group_size=4", "update.mini_batch_size=8", "iterations=2")
@@ -86,6 +90,11 @@ def test_a_stage_reruns_into_a_new_run_and_leaves_the_old_one(
     run_pipeline(f"run_dir={tmp_path}/new", *SMALL, "score.advantages=dr_grpo", origin=origin)
     run_pipeline(f"run_dir={tmp_path}/new", *SMALL, "score.advantages=dr_grpo")
     assert digests(tmp_path / "old") == before
+    again = load_job(
+        PipelineConfig, flags={}, sets=[f"run_dir={tmp_path}/new", *SMALL], file=QUICKSTART, environment={}
+    )
+    planned = list(Pipeline(config=again, context=Context(quiet=True)).plan())  # without --from, as it goes on
+    assert planned and all(" done " in line for line in planned), planned
     assert sorted(path.name for path in (tmp_path / "new/iter-000001").iterdir()) == ["lock.json", "scores", "update"]
     assert not (tmp_path / "new/iter-000000").exists()
     scores = read_manifest(f"{tmp_path}/new/iter-000001/scores")

@@ -1,5 +1,7 @@
 """Every process that we start ends with us, with all that it started, and says how it ended."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,3 +133,39 @@ def test_the_ends_of_a_child_s_pipes_are_seen_at_once() -> None:
     assert child.stdout.read() == b"all"
     assert child.code() is None
     child.kill()
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_starter_without_a_standard_stream_keeps_its_children(closed: int) -> None:
+    script = (
+        "import sys\nfrom grpoctl.processes.child import Child\n"
+        "child = Child([sys.executable, '-c', 'raise SystemExit(5)'])\ncode = child.wait(120)\nchild.kill()\nsys.exit(code)"
+    )
+    words = ["sh", "-c", f'exec "$0" -c "$1" {closed}<&-', sys.executable, script]
+    assert subprocess.run(words, check=False).returncode == 5
+
+
+def test_a_copy_of_the_lifeline_holds_nothing_up(tmp_path: Path) -> None:
+    child = family(tmp_path)
+    started = pids(tmp_path)
+    copy = os.dup(child._lifeline)  # as any fork of ours without exec has
+    assert child.kill() == -signal.SIGKILL
+    assert not any(is_running(pid) for pid in started)
+    os.close(copy)
+
+
+def test_a_command_meets_its_signals_as_a_new_program_does() -> None:
+    words = [shutil.which("grep") or "grep", "-E", "Sig(Ign|Blk|Cgt)", "/proc/self/status"]
+    plain = subprocess.run(words, check=True, capture_output=True).stdout
+    child = Child(words, stdout=subprocess.PIPE)
+    assert child.stdout.read() == plain
+    child.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_right_after_the_start_counts(number: int) -> None:
+    for _ in range(5):
+        child = Child(["sleep", "600"])
+        child.send(number)
+        assert child.wait(120) == -number
+        child.kill()

@@ -1,10 +1,16 @@
 """What a reward is given of a row and of the run, by the command."""
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from command_line import assert_refused, done, grpoctl, rows
+from command_line import assert_refused, done, ended, grpoctl, rows, start
 from pipeline_file import edited
+from processes_of import wait_until
+
+from grpoctl.processes.tree import descendants
 
 OPENRLHF = """
 def by_openrlhf(queries, prompts, labels):
@@ -69,6 +75,41 @@ def test_a_key_reaches_the_reward_that_it_is_named_for(work: Path, monkeypatch: 
     assert grpoctl("score", "--reward", "r.py:with_key", "--out", "without").code == 6
     done("score", "--reward", "r.py:with_key", "--out", "with", "--set", "runtime.reward_environment=[JUDGE_API_KEY]")
     assert rows("with")[0]["reward"] >= 5.0
+
+
+AT_IMPORT = """
+import functools, os
+KEY = os.environ["JUDGE_API_KEY"]
+def judge(key, completion):
+    return float(len(key) + len(completion) % 3)
+judged = functools.partial(judge, KEY)
+"""
+
+
+def test_a_key_that_is_read_at_import_reaches_it_too(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "12345")
+    Path("r.py").write_text(AT_IMPORT)
+    assert grpoctl("score", "--reward", "r.py:judged", "--out", "without").code == 6
+    done("score", "--reward", "r.py:judged", "--out", "with", "--set", "runtime.reward_environment=[JUDGE_API_KEY]")
+    tried = done(
+        "reward", "test", "r.py:judged", "--data", "rollouts", "--environment", "JUDGE_API_KEY", "--json"
+    ).record
+    assert all(row["reward"] >= 5.0 for row in tried["rows"])
+
+
+def test_a_signal_to_the_whole_job_is_no_rows_crash(work: Path) -> None:
+    Path("r.py").write_text(
+        "import pathlib, time\ndef slow(completion):\n    pathlib.Path('called').touch()\n"
+        "    time.sleep(0.3)\n    return float(len(completion) % 3)\n"
+    )
+    process = start("score", "--reward", "r.py:slow", "--out", "new")
+    wait_until(Path("called").exists, "the first call")
+    for pid in (*descendants(process.pid), process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    outcome = ended(process)
+    assert outcome.code in (0, 143), outcome.err  # its only shard may be what it waited for
+    assert "crash" not in outcome.err
 
 
 NOISY = """

@@ -1,6 +1,6 @@
 """A real HTTP server that talks like SGLang 0.5.23 about a language model of one line, and misbehaves where it is told to.
 
-Its model: every id has one log-probability whatever stands before it. So a canary is written by hand, and other weights are
+Its model: every id has one log-probability whatever stands before it. So a probe is written by hand, and other weights are
 another `shift`.
 """
 

@@ -26,8 +26,14 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-_BOOT = """import sys; sys.path[:] = {path!r}
+_BOOT = """import os, signal, sys; sys.path[:] = {path!r}
+def answer(to): return [signal.signal(number, to) for number in (signal.SIGINT, signal.SIGTERM)]
+answer(lambda *_: None)
+os.register_at_fork(after_in_child=lambda: answer(signal.SIG_DFL))
 from grpoctl.rewards.calling.child_main import main; main({command}, {result})"""
+"""Deaf to a signal that a supervisor sends to the whole job, which would count as the row's crash: we are who ends it.
+What user code starts isn't deaf.
+"""
 
 
 def scrubbed_environment(environment: Mapping[str, str], *, keep: Sequence[str] = ()) -> dict[str, str]:
@@ -62,7 +68,8 @@ class OutputLog:
         with self._path.open("ab") as file:
             file.write(kept)
             if self._left <= 0:
-                file.write(b"\n[grpoctl: output of the reward functions beyond 1 MiB is dropped]\n")
+                said = f"[grpoctl: output of the reward functions beyond {LOG_BYTES >> 20} MiB is dropped]"
+                file.write(f"\n{said}\n".encode())
 
 
 class WorkerLink:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpoctl.errors import PluginFailed
@@ -14,13 +14,16 @@ from grpoctl.rewards.calling.scheduler import IMPORT_SECONDS
 from grpoctl.rewards.resolve.target import Target
 
 
-def described_in_child(ref: str, target: Target, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def described_in_child(
+    ref: str, target: Target, kwargs: Mapping[str, Any], keep_environment: Sequence[str]
+) -> dict[str, Any]:
     """Return `target.described_target` as a child found it, or `{"kind": "missing", "names": […]}`.
 
     Raises:
         PluginFailed: the import raised, ended the process or did not end.
     """
-    link = WorkerLink(OutputLog(None), environment=scrubbed_environment(os.environ), max_processes=MAX_PROCESSES)
+    environment = scrubbed_environment(os.environ, keep=keep_environment)
+    link = WorkerLink(OutputLog(None), environment=environment, max_processes=MAX_PROCESSES)
     message: dict[str, Any] | None = None
     ending = ""
     try:

@@ -35,6 +35,7 @@ def resolve_reward(
     kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
     allow_null: bool = False,
+    keep_environment: Sequence[str] = (),
 ) -> RewardReference:
     """Find a reward and how it is called, without importing user code into this process.
 
@@ -44,6 +45,7 @@ def resolve_reward(
         kwargs: options of a built-in, or arguments passed to the function by name on every call.
         name: the reward's column; the function's own name if not given.
         allow_null: do not refuse rows whose reference column is null; the function gets the None.
+        keep_environment: names of environment variables that look like secrets but are passed on where it is imported.
 
     Raises:
         UsageError: there is no such file, module, function or option, or the signature cannot be told.
@@ -57,7 +59,7 @@ def resolve_reward(
     elif ref.removeprefix("builtin:") in builtin.BUILTINS:
         found = _builtin(ref, given)
     else:
-        found = _function(ref, signature, given)
+        found = _function(ref, signature, given, keep_environment)
     if signature not in ("auto", found.signature):
         raise UsageError(f"reward {ref}: signature is {signature!r}, but a {found.kind} is called as {found.signature}")
     found = replace(found, name=name or found.name, allow_null=allow_null)
@@ -92,9 +94,9 @@ def _builtin(ref: str, kwargs: dict[str, Any]) -> RewardReference:
     )
 
 
-def _function(ref: str, signature: str, kwargs: dict[str, Any]) -> RewardReference:
+def _function(ref: str, signature: str, kwargs: dict[str, Any], keep_environment: Sequence[str]) -> RewardReference:
     kind, target, file = _place(ref)
-    parameters, factory, files = _understood(ref, target, file, kwargs)
+    parameters, factory, files = _understood(ref, target, file, kwargs, keep_environment)
     bound = {} if factory else kwargs
     _check_kwargs(ref, parameters, bound)
     chosen = signature if signature != "auto" else detected_signature(parameters, bound=bound, ref=ref)
@@ -149,7 +151,7 @@ def _module_file(ref: str, module: str) -> Path:
 
 
 def _understood(
-    ref: str, target: Target, file: Path, kwargs: Mapping[str, Any]
+    ref: str, target: Target, file: Path, kwargs: Mapping[str, Any], keep_environment: Sequence[str]
 ) -> tuple[tuple[Parameter, ...], bool, list[Path]]:
     """Return the parameters, whether the target is a factory, and the files that define it."""
     if file.suffix == ".py":
@@ -160,7 +162,7 @@ def _understood(
             raise PluginFailed(f"reward {ref}: importing it failed: {file}:{line or 1}: {error}") from error
         if parameters is not None:
             return parameters, False, [file]
-    told = described_in_child(ref, target, kwargs)
+    told = described_in_child(ref, target, kwargs, keep_environment)
     if told["kind"] == "missing":
         names: list[str] = told["names"]
         raise UsageError(

@@ -76,7 +76,7 @@ def open_inputs(job: RewardModelJob) -> RewardModelInputs:
         InputRefused: unusable pairs, or a base that isn't a plain language model.
     """
     if job.preferences is None:
-        raise UsageError("name the file of pairs with --preferences (Parquet or JSONL with prompt, chosen, rejected)")
+        raise UsageError("name the file of pairs with --preferences (data with prompt, chosen, rejected)")
     if "base" not in job.model_fields_set:
         log.info("no --base: using the built-in tiny policy, builtin:tiny")
     base = open_policy(job.base)

@@ -68,7 +68,7 @@ def open_inputs(job: ScoreJob) -> ScoreInputs:
 
 
 def _rewards(job: ScoreJob, rollouts: Artifact) -> Rewards:
-    functions = [(config, _resolve(config)) for config in job.score.rewards]
+    functions = [(config, _resolve(config, job.runtime.reward_environment)) for config in job.score.rewards]
     if not functions and job.score.reward_model is None:
         raise UsageError(
             "no reward; name one with --reward accuracy, --reward file.py:function, --reward package.module:f "
@@ -79,13 +79,14 @@ def _rewards(job: ScoreJob, rollouts: Artifact) -> Rewards:
     return Rewards(functions=functions, model=reward_model_scorer(job, rollouts))
 
 
-def _resolve(config: RewardConfig) -> RewardReference:
+def _resolve(config: RewardConfig, keep_environment: Sequence[str]) -> RewardReference:
     return resolve_reward(
         config.ref,
         signature=config.signature,
         kwargs=config.kwargs,
         name=config.name,
         allow_null=config.allow_null,
+        keep_environment=keep_environment,
     )
 
 

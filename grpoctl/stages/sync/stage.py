@@ -206,6 +206,9 @@ def _probe_gap(job: SyncJob, update: Artifact, folder: Path) -> float | None:
         device=job.runtime.device,
         dtype=str(update.manifest.config["update"]["dtype"]),
     )
+    lengths = [len(ids) for ids in probe["completion_ids"]]
+    if [len(values) for values in probe["logprobs"]] != lengths:
+        raise InputRefused(f"{update.url}: {PROBE_RECORD} holds other numbers of log-probabilities than of tokens")
     found = forced_logprobs(model, probe["prompt_ids"], probe["completion_ids"])
     gap = gap_between(found, probe["logprobs"]).max
     if not gap <= job.sync.max_probe_gap:

@@ -19,7 +19,8 @@ from torch import Tensor
 from grpoctl.algorithms.aggregation import loss_denominator, loss_numerator
 from grpoctl.algorithms.correction import correction_weights
 from grpoctl.algorithms.kl import token_kl
-from grpoctl.algorithms.policy_loss import LOG_RATIO_LIMIT, LossSettings, TokenLoss, policy_loss
+from grpoctl.algorithms.log_ratio import within_limit
+from grpoctl.algorithms.policy_loss import LossSettings, TokenLoss, policy_loss
 from grpoctl.engines.base import FloatVector, Trainer
 from grpoctl.engines.forward import unit_logprobs
 from grpoctl.engines.micro_batches import MicroBatch, deal_micro_batches
@@ -201,7 +202,7 @@ def _kl(logprobs: Tensor, batch: _Matrices, config: UpdateConfig) -> Tensor | No
     if not config.kl_times_ratio:
         return kl
     log_ratio = torch.where(batch.completion_mask, logprobs - batch.denominator, 0.0)
-    return kl * torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return kl * torch.exp(within_limit(log_ratio))
 
 
 def _loss_settings(config: UpdateConfig) -> LossSettings:
