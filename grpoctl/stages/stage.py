@@ -220,7 +220,7 @@ def _finish(stage: Stage[JobT, InputsT, PlanT], job: JobT, writer: ArtifactWrite
             stage=stage.name, out=facts.out or job.output, state="done", artifact=None, facts=facts.stats
         )
     names = ("rows", "policy", "reference", "sampling", "stats", "tokens", "timings")
-    artifact = writer.commit(**{name: getattr(facts, name) for name in names}, environment=environment())
+    artifact = writer.commit(**{name: getattr(facts, name) for name in names}, environment=package_versions())
     if artifact is None:
         missing = {"missing_shards": writer.missing_shards()}
         return StageResult(stage=stage.name, out=job.output, state="partial", artifact=None, facts=missing)
@@ -264,7 +264,7 @@ def _words(job: Job) -> list[str]:
     return words
 
 
-def environment() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of the packages that compute."""
     found: dict[str, str] = {}
     for name in PACKAGES:

@@ -1,5 +1,8 @@
 """DeepSpeed's own kernels of AdamW."""
 
+# DeepSpeed is an extra: where it isn't installed, pyright knows none of its types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

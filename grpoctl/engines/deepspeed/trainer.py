@@ -5,6 +5,9 @@ and steps. It divides gradients by the
 number of processes, so losses are multiplied by it. Its checkpoints, `latest` included, are not used.
 """
 
+# DeepSpeed is an extra: where it isn't installed, pyright knows none of its types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import importlib

@@ -4,6 +4,9 @@ What a bridge has to know is small: which Hugging Face tensors make up a paramet
 tensor-parallel ranks share it. mbridge knows it for the models below; another bridge only needs these methods.
 """
 
+# Megatron is an extra: where it isn't installed, pyright knows none of its types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

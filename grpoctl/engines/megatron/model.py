@@ -4,6 +4,9 @@ Megatron numbers neighbours first: ranks 0 … TP − 1 hold one copy of the mod
 is ours around Megatron's layers, so that a prompt runs once for all its completions here too.
 """
 
+# Megatron is an extra: where it isn't installed, pyright knows none of its types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import warnings

@@ -4,6 +4,9 @@ The loss of every tensor-parallel rank is the same number, so a shared matrix ge
 it, inside the layers; copies of the model add theirs here. AdamW is torch's, each rank's over its own shares.
 """
 
+# Megatron is an extra: where it isn't installed, pyright knows none of its types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

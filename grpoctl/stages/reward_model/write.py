@@ -27,7 +27,7 @@ from grpoctl.errors import Conflict, InputRefused, TryAgain
 from grpoctl.inputs.policies import PolicyFolder, policy_files, tokenizer_digest, weights_digest
 from grpoctl.inputs.reward_models import REWARD_MODEL_RECORD, RewardModelRecord, parsed_record
 from grpoctl.settings.jobs import RewardModelJob
-from grpoctl.stages.stage import StageResult, environment
+from grpoctl.stages.stage import StageResult, package_versions
 
 STAGE_NAME: Final = "reward-model train"
 
@@ -118,7 +118,7 @@ def write_reward_model(
         fingerprint=sha256_json(definition),
         definition=dict(definition),
         stats={name: value for name, value in stats.items() if name not in own},
-        environment=environment(),
+        environment=package_versions(),
         **{name: stats[name] for name in own},
     )
     (scratch / REWARD_MODEL_RECORD).write_text(record.model_dump_json(indent=1))
