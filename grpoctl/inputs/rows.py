@@ -79,7 +79,8 @@ def files_of(path: str, split: str | None = None) -> list[Location]:
     if filesystem.isdir(location.path):
         artifact = read_manifest(path)
         if artifact is not None:
-            raise InputRefused(f"{path}: holds {artifact.manifest.table}, expected data files; name the right folder")
+            told = f"holds {artifact.manifest.table}, expected data (prompts, pairs)"
+            raise InputRefused(f"{path}: {told}; name the right folder")
         names = sorted(str(name) for name in filesystem.find(location.path))
         refuse_our_files(path, names)
         found = [name for name in names if _is_data(name)]
@@ -265,5 +266,16 @@ def _from_values(rows: Sequence[dict[str, Any]], place: Location) -> pa.Table:
     try:
         columns = [json_column(name, [row.get(name) for row in rows]) for name in names]
     except NoColumn as error:
-        raise InputRefused(f"{place.url}: can't be read as a table ({error}); re-encode the file") from error
+        row = next((number for number, row in enumerate(rows) if not _is_text(row)), None)
+        where = place.url if row is None else f"{place.url}: row {row}"
+        raise InputRefused(f"{where}: can't be read as a table ({error}); re-encode the file") from error
     return arrow.table([array for _, array in columns], schema=pa.schema([field for field, _ in columns]))
+
+
+def _is_text(row: dict[str, Any]) -> bool:
+    """Return whether all text of a row has a UTF-8 form; halves of surrogate pairs have none."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

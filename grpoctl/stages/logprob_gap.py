@@ -75,7 +75,11 @@ def likely_causes(stats: dict[str, Any]) -> str:
         causes.append("an end token that the sampler bans or forces (it is largest there)")
     if stats["rollout_gap_max"] > 100 * mean:
         causes.append("a few rows alone: weights that changed while they were sampled, or another engine's rows")
-    causes += ["stale or other weights", "another temperature or truncation", "penalties or bans of the sampler's own"]
+    causes += [
+        "stale weights, or others",
+        "another temperature or truncation",
+        "penalties or bans of the sampler's own",
+    ]
     causes.append("a lower precision than rollout.dtype says")
     return "; ".join(causes)
 

@@ -13,22 +13,23 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from grpoctl.algorithms.seeds import identity_order, identity_seed
+from grpoctl.algorithms.seeds import identity_seed
 from grpoctl.artifacts.artifact import ArtifactWriter
 from grpoctl.artifacts.canonical import canonical_json
 from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
 from grpoctl.artifacts.tables import ROLLOUTS
-from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings, TokenIds
+from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings
 from grpoctl.engines.registry import sampling_engine
 from grpoctl.engines.stop_strings import StopStrings, split_stops
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
-from grpoctl.errors import GateFailed, InputRefused, TryAgain, UsageError
+from grpoctl.errors import GateFailed, TryAgain
 from grpoctl.inputs.policies import PolicyFolder, open_policy
 from grpoctl.inputs.prompts import PromptSet, load_prompts
 from grpoctl.processes.memory import memory_errors
 from grpoctl.settings.fields import defining
 from grpoctl.settings.jobs import RolloutJob
 from grpoctl.stages.context import Context
+from grpoctl.stages.planned_prompts import PlannedPrompt, choose_rows, plan_prompts
 from grpoctl.stages.stage import Definition, Facts, Prepared, Stage
 
 log = logging.getLogger("grpoctl")
@@ -47,16 +48,6 @@ KEPT_OF_GENERATION_CONFIG: Final = frozenset(
 """What changes no distribution: ids, of which those that end a completion are used, and how the model is run."""
 RE_ASKS: Final = 2
 """Times that an aborted request is sent again before its row fails."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedPrompt:
-    """A prompt of this iteration, ready to sample: `row` is its position in the prompt set."""
-
-    row: int
-    prompt_id: str
-    ids: TokenIds
-    max_new_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,91 +140,6 @@ def _definition(job: RolloutJob, policy: PolicyFolder, prompts: PromptSet) -> di
             "tokenizer_digest": policy.tokenizer_digest,
         },
     }
-
-
-def choose_rows(prompts: PromptSet, job: RolloutJob) -> list[int]:
-    """Return the rows of this iteration: all in file order, or its part of an endless series of shuffled epochs."""
-    total = len(prompts.ids)
-    wanted = job.rollout.prompts_per_iteration
-    if wanted is None:
-        return list(range(total))
-    if wanted > total:
-        raise UsageError(
-            f"rollout.prompts_per_iteration: {wanted} prompts wanted, {job.prompts.path} has {total}; lower it"
-        )
-    first = job.iteration * wanted
-    orders: dict[int, list[int]] = {}
-    rows: list[int] = []
-    for position in range(first, first + wanted):
-        epoch, offset = divmod(position, total)
-        if epoch not in orders:
-            orders[epoch] = identity_order(prompts.ids, "prompts", prompts.digest, job.seed, epoch)
-        rows.append(orders[epoch][offset])
-    if len(set(rows)) < len(rows):  # an epoch's end and the next one's start may share a prompt: keep its first place
-        seen = dict.fromkeys(rows)
-        spare = (row for row in orders[max(orders)] if row not in seen)
-        rows = [*seen, *(next(spare) for _ in range(len(rows) - len(seen)))]
-    return rows
-
-
-def plan_prompts(
-    prompts: PromptSet, chosen: Sequence[int], job: RolloutJob, tokenizer: Tokenizer
-) -> tuple[list[PlannedPrompt], int]:
-    """Tokenise the chosen prompts and settle every length question before anything is sampled.
-
-    Returns:
-        The prompts in order, and how many were skipped as overlong.
-
-    Raises:
-        InputRefused: prompts without room in the context, a double BOS, or ids outside the vocabulary.
-    """
-    encode = tokenizer.encode_messages if prompts.format == "messages" else tokenizer.encode_text
-    encoded = {row: encode(prompts.prompts[row]) for row in chosen}  # type: ignore[arg-type]
-    _check_ids(encoded, prompts, tokenizer)
-    context, limit = tokenizer.context_tokens, job.rollout.max_new_tokens
-    overlong = [row for row in chosen if len(encoded[row]) > context - 1]
-    if overlong and job.prompts.overlong == "error":
-        names = [prompts.ids[row] for row in overlong[:5]]
-        raise InputRefused(
-            f"{job.prompts.path}: {len(overlong)} prompts are longer than {context - 1} tokens (context {context} less one)"
-            f": {names}; shorten them or set prompts.overlong to skip or truncate_left"
-        )
-    plan: list[PlannedPrompt] = []
-    tight: list[str] = []
-    for row in chosen:
-        ids = encoded[row]
-        if len(ids) > context - 1:
-            if job.prompts.overlong == "skip":
-                continue
-            ids = ids[-max(1, context - limit) :]
-        room = context - len(ids)
-        if room < limit:
-            tight.append(prompts.ids[row])
-        plan.append(PlannedPrompt(row=row, prompt_id=prompts.ids[row], ids=ids, max_new_tokens=min(limit, room)))
-    if tight and not job.prompts.cap_to_context:
-        raise InputRefused(
-            f"{job.prompts.path}: prompt + max_new_tokens ({limit}) exceeds the context of {context} for {len(tight)} "
-            f"prompts: {tight[:5]}; lower rollout.max_new_tokens or set prompts.cap_to_context"
-        )
-    if not plan:
-        raise InputRefused(f"{job.prompts.path}: no prompt is left after skipping overlong ones")
-    return plan, len(chosen) - len(plan)
-
-
-def _check_ids(encoded: dict[int, TokenIds], prompts: PromptSet, tokenizer: Tokenizer) -> None:
-    for row, ids in encoded.items():
-        if len(ids) == 0:
-            raise InputRefused(f"prompt {prompts.ids[row]}: has no tokens; remove it")
-        if int(ids.max()) >= tokenizer.vocab_size:
-            raise InputRefused(
-                f"prompt {prompts.ids[row]}: token id {int(ids.max())} is outside the model's {tokenizer.vocab_size} "
-                "embeddings; tokenizer and model don't belong together"
-            )
-        if tokenizer.bos_id is not None and len(ids) > 1 and int(ids[0]) == int(ids[1]) == tokenizer.bos_id:
-            raise InputRefused(
-                f"prompt {prompts.ids[row]}: starts with two BOS tokens (id {tokenizer.bos_id}); "
-                "remove the one written in the prompt text or the chat template"
-            )
 
 
 def compute(job: RolloutJob, plan: RolloutPlan, writer: ArtifactWriter, context: Context) -> Facts:

@@ -197,7 +197,7 @@ def test_a_few_wrong_rows_cannot_hide_in_a_mean(work: Path) -> None:
     [
         (lambda row: [row[0] - 1.0, *row[1:]], "another chat template, prompt or position ids"),
         (lambda row: [*row[:-1], row[-1] - 1.0], "an end token that the sampler bans or forces"),
-        (lambda row: [value - 0.1 for value in row], "stale or other weights; another temperature"),
+        (lambda row: [value - 0.1 for value in row], "stale weights, or others; another temperature"),
     ],
 )
 def test_a_gap_s_message_names_what_fits(work: Path, changed: Callable[[list[float]], list[float]], cause: str) -> None:
