@@ -76,6 +76,7 @@ def test_a_child_follows_a_guardian_that_is_killed(tmp_path: Path) -> None:
     child._process.kill()
     wait_until(lambda: not is_running(started[0]), "the end of the child")
     assert child.kill() == -signal.SIGKILL
+    os.kill(started[1], signal.SIGKILL)  # nobody is left who would
 
 
 def test_a_signal_is_passed_on_and_its_end_told(tmp_path: Path) -> None:
