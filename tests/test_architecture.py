@@ -124,7 +124,7 @@ def test_help_imports_none_of_torch_pyarrow_pydantic() -> None:
     "modules",
     [
         "grpoctl.stages.score.stage, grpoctl.cli.reward",
-        "grpoctl.settings.load, grpoctl.cli.run, grpoctl.artifacts.artifact, grpoctl.inputs.policies",
+        "grpoctl.settings.load, grpoctl.cli.run, grpoctl.artifacts.writer, grpoctl.inputs.policies",
         "grpoctl.pipeline.run, grpoctl.stages.rollout, grpoctl.stages.logprob, grpoctl.stages.update.stage",
         "grpoctl.stages.sync.stage, grpoctl.stages.reward_model.stage",
         "grpoctl.engines.torch.engine, grpoctl.engines.deepspeed.engine, grpoctl.engines.megatron.engine",

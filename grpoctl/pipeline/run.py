@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from grpoctl.artifacts.artifact import Artifact, differences, read_manifest
+from grpoctl.artifacts.artifact import Artifact, read_manifest
 from grpoctl.artifacts.canonical import canonical_json
 from grpoctl.artifacts.storage import create_exclusively, locate, read_bytes, read_if_there, remove, write_bytes
+from grpoctl.artifacts.writer import differences
 from grpoctl.engines.registry import sampling_engine
 from grpoctl.errors import Conflict, InputRefused, UsageError
 from grpoctl.inputs.policies import POLICY_RECORD, open_policy

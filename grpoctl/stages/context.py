@@ -53,7 +53,7 @@ class ShardRange:
             UsageError: the plan has another number of shards.
         """
         if self.total != num_shards:
-            raise UsageError(f"--shards …/{self.total}: this work has {num_shards} shards; write …/{num_shards}")
+            raise UsageError(f"--shards …/{self.total}: this work is cut into {num_shards}; write …/{num_shards}")
         return list(range(self.first, self.last + 1))
 
     def __str__(self) -> str:

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from grpoctl.artifacts.artifact import Artifact, open_artifact
 from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
 from grpoctl.artifacts.tables import LOGPROBS
+from grpoctl.artifacts.writer import ArtifactWriter
 from grpoctl.engines.base import FloatVector
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import GateFailed, InputRefused, UsageError

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from grpoctl.algorithms.seeds import identity_seed
-from grpoctl.artifacts.artifact import ArtifactWriter
 from grpoctl.artifacts.canonical import canonical_json
 from grpoctl.artifacts.manifest import RowAccounting, Sampling, Shard
 from grpoctl.artifacts.tables import ROLLOUTS
+from grpoctl.artifacts.writer import ArtifactWriter
 from grpoctl.engines.base import Sample, Sampler, SampleRequest, SamplingSettings
 from grpoctl.engines.registry import sampling_engine
 from grpoctl.engines.stop_strings import StopStrings, split_stops

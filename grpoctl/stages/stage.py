@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Generic, TypeVar
 
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, committed
+from grpoctl.artifacts.artifact import Artifact
 from grpoctl.artifacts.manifest import Parent, PolicyIdentity, RowAccounting, Sampling, Shard
 from grpoctl.artifacts.storage import check_writable, locate
 from grpoctl.artifacts.tables import Table
+from grpoctl.artifacts.writer import ArtifactWriter, Work, committed
 from grpoctl.engines.registry import training_engine
 from grpoctl.errors import InputRefused, UsageError
 from grpoctl.inputs.policies import PolicyFolder

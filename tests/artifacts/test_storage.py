@@ -12,11 +12,12 @@ import pytest
 
 from grpoctl.artifacts import artifact as artifacts
 from grpoctl.artifacts import storage
-from grpoctl.artifacts.artifact import ArtifactWriter, Work, committed, open_artifact, read_manifest
+from grpoctl.artifacts.artifact import open_artifact, read_manifest
 from grpoctl.artifacts.canonical import canonical_json, table_digest
 from grpoctl.artifacts.manifest import RowAccounting
 from grpoctl.artifacts.storage import create_exclusively, list_names, locate, read_bytes, read_if_there, write_bytes
 from grpoctl.artifacts.tables import LOGPROBS
+from grpoctl.artifacts.writer import ArtifactWriter, Work, committed, parquet_bytes
 from grpoctl.errors import Conflict, InputRefused, TryAgain, UsageError
 
 
@@ -200,7 +201,7 @@ def test_reading_what_is_not_there(root: str) -> None:
 def test_page_checksums_are_written() -> None:
     import pyarrow.parquet as pq
 
-    data = bytearray(artifacts.parquet_bytes(rows("a", "b"), LOGPROBS))
+    data = bytearray(parquet_bytes(rows("a", "b"), LOGPROBS))
     place = data.find(b"a") + 1
     data[place] ^= 0xFF
     with pytest.raises(OSError, match=r"(?i)crc|checksum|corrupt|decompress"):

@@ -51,7 +51,6 @@ def test_scoring_needs_no_torch(work: Path) -> None:
 
 
 def test_a_url_without_its_package_names_the_command_that_installs_it(work: Path) -> None:
-    pytest.importorskip("fsspec")
     try:
         import s3fs  # noqa: F401
     except ImportError:

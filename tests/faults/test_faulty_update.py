@@ -240,5 +240,5 @@ def test_a_batch_without_signal_is_passed_on_where_that_is_asked_for_and_trainin
 
 
 def test_an_update_is_one_shard(work: Path) -> None:
-    assert_refused(update("--shards", "3/7"), 2, where="--shards", found="has 1 shards")
+    assert_refused(update("--shards", "3/7"), 2, where="--shards", found="cut into 1;")
     assert update("--shards", "0/1").code == 0

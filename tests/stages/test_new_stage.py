@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 from command_line import assert_refused, done, grpoctl, manifest, rows
 
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from grpoctl.artifacts.artifact import Artifact, open_artifact
 from grpoctl.artifacts.manifest import RowAccounting
 from grpoctl.artifacts.tables import TABLES, Column, Table
+from grpoctl.artifacts.writer import ArtifactWriter
 from grpoctl.settings.fields import Flag
 from grpoctl.settings.jobs import Job
 from grpoctl.stages.context import Context

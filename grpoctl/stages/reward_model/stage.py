@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from grpoctl.algorithms.seeds import identity_order, identity_seed
-from grpoctl.artifacts.artifact import ArtifactWriter
 from grpoctl.artifacts.canonical import sha256_json
+from grpoctl.artifacts.writer import ArtifactWriter
 from grpoctl.engines.base import OptimizerSettings, TokenIds
 from grpoctl.engines.tokenizer import Tokenizer, load_tokenizer
 from grpoctl.engines.warm import set_threads

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from grpoctl.artifacts.artifact import conflict
 from grpoctl.artifacts.canonical import sha256_json
 from grpoctl.artifacts.storage import (
     create_exclusively,
@@ -23,6 +22,7 @@ from grpoctl.artifacts.storage import (
     read_if_there,
     storage_errors,
 )
+from grpoctl.artifacts.writer import conflict
 from grpoctl.errors import Conflict, InputRefused, TryAgain
 from grpoctl.inputs.policies import PolicyFolder, policy_files, tokenizer_digest, weights_digest
 from grpoctl.inputs.reward_models import REWARD_MODEL_RECORD, RewardModelRecord, parsed_record

@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from grpoctl.algorithms.advantages import advantages, token_advantages
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from grpoctl.artifacts.artifact import Artifact, open_artifact
 from grpoctl.artifacts.lineage import require_made_from, require_same_rows
 from grpoctl.artifacts.manifest import Sampling
 from grpoctl.artifacts.tables import SCORES
+from grpoctl.artifacts.writer import ArtifactWriter
 from grpoctl.engines.warm import Warm
 from grpoctl.errors import GateFailed, InputRefused, UsageError
 from grpoctl.inputs.prompts import column_names

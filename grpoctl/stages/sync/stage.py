@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, Work, open_artifact
+from grpoctl.artifacts.artifact import Artifact, open_artifact
 from grpoctl.artifacts.manifest import PolicyRecord
 from grpoctl.artifacts.storage import (
     Location,
@@ -22,6 +22,7 @@ from grpoctl.artifacts.storage import (
     storage_errors,
     write_bytes,
 )
+from grpoctl.artifacts.writer import ArtifactWriter, Work
 from grpoctl.engines.proof import forced_logprobs, gap_between
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.engines.warm import Warm, set_threads

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpoctl.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from grpoctl.artifacts.artifact import Artifact, open_artifact
 from grpoctl.artifacts.lineage import require_made_from
 from grpoctl.artifacts.manifest import PolicyIdentity
 from grpoctl.artifacts.tables import STEPS
+from grpoctl.artifacts.writer import ArtifactWriter
 from grpoctl.engines.registry import training_engine
 from grpoctl.engines.tokenizer import load_tokenizer
 from grpoctl.errors import Conflict, GateFailed, InputRefused

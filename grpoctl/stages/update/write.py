@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpoctl.artifacts.artifact import ArtifactWriter, parquet_bytes
 from grpoctl.artifacts.manifest import PolicyIdentity, PolicyRecord, RowAccounting
 from grpoctl.artifacts.storage import locate, storage_errors
 from grpoctl.artifacts.tables import STEPS, TOKEN_STATS
+from grpoctl.artifacts.writer import ArtifactWriter, parquet_bytes
 from grpoctl.engines.proof import forced_logprobs
 from grpoctl.errors import GateFailed
 from grpoctl.inputs.policies import ADAPTER, POLICY_RECORD, PROBE_RECORD, policy_files, weights_digest
